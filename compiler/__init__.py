@@ -1,0 +1,1 @@
+"""Model file in, plan out; offline."""

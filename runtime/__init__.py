@@ -1,0 +1,1 @@
+"""Replays a plan inside the user's training script."""

@@ -1,0 +1,1 @@
+"""The plan: records, files, timeline and referee. Needs the standard library and PyYAML only."""

@@ -1,0 +1,152 @@
+"""What a plan says: frozen records, and nothing that reads, writes or judges them.
+
+A plan is a sequence of rows, each one execution of a captured op, and of events anchored to *boundaries*: boundary
+`k` is the moment just before row `k`; boundary `len(rows)` is the end of the step. At one boundary things happen in
+this order: frees (`Free.at`, `SwapOut.free`), then allocations (`SwapIn.start`), then waits (`SwapIn.need`).
+Positions, never times, decide what is resident, so memory at every row is an exact integer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["forward", "backward", "optimizer"]
+Kind = Literal[
+    "parameter", "buffer", "optimizer_state", "gradient", "batch", "constant", "activation", "output"
+]
+Residence = Literal["resident", "out", "absent"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """What a plan is for, field by field, so that a mismatch can name the field.
+
+    Digests are the first 16 hexadecimal digits of a SHA-256.
+    """
+
+    torch: str  # version, e.g. "2.14.1"
+    device: str  # device type, e.g. "cpu"
+    optimizer: str  # class and structural options, e.g. "AdamW(amsgrad=False, foreach=None)"
+    state: str  # digest of names, shapes, strides, dtypes of parameters, buffers, optimizer state
+    batch: str  # human text of the batch, e.g. "input_ids int64[8,512]"
+    ops: str  # digest of ops and their arguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """Which step on which machine the plan was made for."""
+
+    workload: str  # "gpt2.py:workload"
+    fingerprint: Fingerprint
+    device_name: str  # e.g. "AMD EPYC, 2 threads"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """What the plan guarantees and what it expects.
+
+    `peak_bytes` is a guarantee: allocated bytes on the device at the worst row of any steady-state step, including
+    parameters, optimizer state, gradients, batch, op workspaces and bytes in flight. Times are expectations.
+    """
+
+    peak_bytes: int
+    peak_row: int  # a row at which peak_bytes is reached
+    budget_bytes: int
+    eager_peak_bytes: int
+    eager_peak_source: Literal["measured", "modelled"]
+    resting_bytes: int  # resident between two steps
+    spill_bytes: int  # host memory or disk the swapped storages need
+    rss_slack_percent: int  # the process's high-water mark may exceed peak_bytes by this much under the memory policy
+    step_us: int
+    eager_step_us: int
+    eager_step_source: Literal["measured", "modelled"]
+    profile_source: str  # "measured" and how
+    planner: str  # "greedy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRow:
+    """One execution of a captured op. A row whose op already ran is a recompute and has a `Recompute` event."""
+
+    op: int  # index in captured order
+    call: str  # "aten.mm.default"
+    phase: Phase
+    module: str  # module path, "" when outside the model
+    source: str  # the user's own line, "train.py:31"
+    reads: tuple[int, ...]  # storages
+    writes: tuple[int, ...]  # storages changed in place
+    creates: tuple[int, ...]  # storages the op allocates
+    time_ns: int
+    workspace_bytes: int  # above inputs and outputs, while the op runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageRow:
+    """One storage: what memory holds. Views share it and cost nothing."""
+
+    storage: int
+    name: str
+    kind: Kind
+    size_bytes: int
+    dtype: str  # of its first tensor, "float32"
+    shape: tuple[int, ...]  # of its first tensor
+    enters: bool  # exists before the step
+    leaves: bool  # exists after the step
+    starts: Residence  # where it is at boundary 0; and, for what enters and leaves, at the end too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapOut:
+    """Copy a storage to the host. The copy may begin at boundary `start`; at boundary `free` compute waits for it
+    and the device bytes are given back. `begin_us`, `end_us` are expected times in the step."""
+
+    storage: int
+    start: int
+    free: int
+    begin_us: int
+    end_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapIn:
+    """Copy a storage back. Device bytes are taken and the copy may begin at boundary `start`; compute waits for it
+    at boundary `need`."""
+
+    storage: int
+    start: int
+    need: int
+    begin_us: int
+    end_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """Row `row` runs its op again; of what the op creates, `restores` come back to life, the rest is dropped at once.
+    Empty for an op that only writes in place."""
+
+    row: int
+    restores: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Free:
+    """The device bytes of `storages` are given back at boundary `at`, without a copy."""
+
+    at: int
+    storages: tuple[int, ...]
+
+
+Event = SwapOut | SwapIn | Recompute | Free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A whole plan. `rows[k]` runs k-th; `events` are ordered by boundary, then by kind in the order of `Event`."""
+
+    subject: Subject
+    promise: Promise
+    rows: tuple[OpRow, ...]
+    storages: tuple[StorageRow, ...]
+    events: tuple[Event, ...]
+    notes: tuple[str, ...] = ()  # what the compiler found worth saying, one line each
