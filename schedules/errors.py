@@ -42,12 +42,24 @@ class PlanFileError(TensileError):
 class InfeasibleBudget(TensileError):
     """No plan fits the budget; the smallest feasible one and what holds it up are in the message.
 
-    `smallest_bytes` is the smallest feasible budget in bytes, as far as the planner knows.
+    `smallest_bytes` is the smallest feasible budget in bytes, as far as the planner knows; `op` the index of the op
+    that holds it up and `op_bytes` what is resident there.
     """
 
-    def __init__(self, what: str, *, smallest_bytes: int, where: str | None = None, hint: str | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        smallest_bytes: int,
+        where: str | None = None,
+        hint: str | None = None,
+        op: int | None = None,
+        op_bytes: int = 0,
+    ) -> None:
         super().__init__(what, where=where, hint=hint)
         self.smallest_bytes = smallest_bytes
+        self.op = op
+        self.op_bytes = op_bytes
 
 
 class PlanMismatch(TensileError):

@@ -1,0 +1,100 @@
+"""The compiler on one screen: the stages in order, from a workload to a plan the referee accepts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from tensile.compiler.budget import Budget
+from tensile.compiler.capture import Captured, capture
+from tensile.compiler.eager import measure_eager
+from tensile.compiler.emit import emit
+from tensile.compiler.graph import Graph
+from tensile.compiler.measure import measure
+from tensile.compiler.problem import build_problem
+from tensile.compiler.profile import Link, Profile
+from tensile.compiler.solve import smallest_budget, solve
+from tensile.compiler.workload import Workload
+from tensile.schedules.check import check
+from tensile.schedules.errors import InfeasibleBudget
+from tensile.schedules.plan import Plan
+from tensile.schedules.units import format_bytes
+
+
+class Progress(Protocol):
+    """Hears what the compiler is doing; must not raise."""
+
+    def stage(self, text: str) -> None:
+        """A new stage begins."""
+
+    def tick(self, done: int, total: int, text: str) -> None:
+        """`done` of `total` parts of the current stage are done; `text` says which one is next."""
+
+
+class Silent:
+    """Progress nobody watches."""
+
+    def stage(self, text: str) -> None:
+        pass
+
+    def tick(self, done: int, total: int, text: str) -> None:
+        pass
+
+
+def profile_workload(
+    workload: Workload, *, link: Link, cache_dir: Path | None, repeats: int = 5, progress: Progress | None = None
+) -> tuple[Captured, Profile]:
+    """Capture a workload and measure it on this device. `cache_dir=None` measures everything anew."""
+    watch = progress or Silent()
+    watch.stage("capture")
+    captured = capture(workload, progress=lambda text: watch.tick(0, 0, text))
+    watch.stage("eager step")
+    eager = measure_eager(workload, captured.graph)
+    watch.stage("measure")
+    profile = measure(captured, link=link, eager=eager, cache_dir=cache_dir, repeats=repeats, progress=watch.tick)
+    return captured, profile
+
+
+def plan_profiled(
+    graph: Graph, profile: Profile, *, name: str, budget: Budget, margin_percent: int = 85, progress: Progress | None = None
+) -> Plan:
+    """Plan a measured graph for a budget and let the referee judge the result.
+
+    `margin_percent`: copies are planned at this share of the measured bandwidth, so that a slower link does not stall.
+    Raises InfeasibleBudget, with the smallest feasible budget and the op that holds it up.
+    """
+    watch = progress or Silent()
+    watch.stage("plan")
+    eager_peak = profile.eager_peak_bytes
+    if budget.smallest:
+        floor = build_problem(graph, profile, eager_peak, margin_percent=margin_percent)
+        budget_bytes = smallest_budget(floor)
+    else:
+        budget_bytes = budget.bytes_of(eager_peak)
+    problem = build_problem(graph, profile, budget_bytes, margin_percent=margin_percent)
+    try:
+        solution = solve(problem)
+    except InfeasibleBudget as error:
+        raise _named(error, graph, budget, budget_bytes) from error
+    plan = emit(graph, profile, problem, solution, workload_name=name, budget_bytes=budget_bytes)
+    watch.stage("check")
+    findings = check(plan)
+    assert not findings, "the planner wrote a plan the referee rejects:\n" + "\n".join(map(str, findings))
+    return plan
+
+
+def _named(error: InfeasibleBudget, graph: Graph, budget: Budget, budget_bytes: int) -> InfeasibleBudget:
+    """The same refusal with the op's name, module and source line."""
+    op = graph.ops[error.op] if error.op is not None else None
+    held = ""
+    if op is not None:
+        held = f"; {op.call} in {op.module or 'the step'} needs {format_bytes(error.op_bytes)} at once"
+    return InfeasibleBudget(
+        f"no plan fits {budget} = {format_bytes(budget_bytes)}{held}",
+        smallest_bytes=error.smallest_bytes,
+        where=op.source if op is not None else None,
+        hint=f"the smallest feasible budget is {format_bytes(error.smallest_bytes)} ({error.smallest_bytes} bytes): "
+        f"--budget {error.smallest_bytes}, or --budget min",
+        op=error.op,
+        op_bytes=error.op_bytes,
+    )
