@@ -27,7 +27,7 @@ $(VENV)/package: $(VENV)/dependencies $(SOURCES)
 	touch $@
 
 demo: $(VENV)/package
-	$(BIN)/python examples/demo.py
+	$(BIN)/python benchmarks/demo.py
 
 test: lint types unit
 
