@@ -9,10 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from tensile.schedules import codec
+from tensile.schedules.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,18 @@ def run(
         if done.returncode != 0 or not out.exists():
             return Killed(returncode=done.returncode, error=(done.stderr.strip().splitlines() or [""])[-1])
         return Trial(**json.loads(out.read_text()))
+
+
+@contextmanager
+def compiled(spec: str, budget: str) -> Iterator[tuple[Path, Plan]]:
+    """A plan for `spec`, made by the command line in a process of its own; the file is gone afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trial.plan.yaml"
+        command = [sys.executable, "-m", "tensile.cli", "compile", spec, "--budget", budget, "-o", str(path), "--quiet"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{spec} at {budget} did not compile:\n{done.stderr}")
+        yield path, codec.read(path)
 
 
 def train(spec: str, *, plan: Path | None, steps: int, memory_policy: str) -> Trial:
