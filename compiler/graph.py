@@ -67,3 +67,38 @@ class Graph:
     ops: tuple[Op, ...]
     tensors: tuple[Tensor, ...]
     storages: tuple[Storage, ...]
+
+
+def verify(graph: Graph) -> None:
+    """Raise AssertionError naming the first inconsistency of a captured graph; nothing downstream checks again."""
+    for records in (graph.ops, graph.tensors, graph.storages):
+        for position, record in enumerate(records):
+            assert record.index == position, f"{type(record).__name__} {position} says it is {record.index}"
+    for storage in graph.storages:
+        assert storage.size_bytes >= 0, f"storage {storage.name} has {storage.size_bytes} bytes"
+    for tensor in graph.tensors:
+        assert len(tensor.shape) == len(tensor.stride), f"tensor {tensor.index} has {tensor.shape} but {tensor.stride}"
+        assert 0 <= tensor.storage < len(graph.storages), f"tensor {tensor.index} is on no storage"
+    alive = {storage.index for storage in graph.storages if storage.enters}
+    writer: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    before: list[set[int]] = []
+    for op in graph.ops:
+        assert all(earlier < op.index for earlier in op.after), f"{op.name} follows a later op: {op.after}"
+        assert not alive & set(op.creates), f"{op.name} creates a storage again"
+        missing = (set(op.reads) | set(op.writes)) - alive
+        assert not missing, f"{op.name} touches storages that do not exist: {missing}"
+        alive |= set(op.creates)
+        before.append(set(op.after))
+        for storage_index in {*op.reads, *op.writes}:
+            earlier = writer.get(storage_index)
+            assert earlier is None or earlier in before[-1], f"{op.name} may run before {earlier} that it depends on"
+        for storage_index in op.writes:
+            late = set(readers.get(storage_index, ())) - before[-1] - {op.index}
+            assert not late, f"{op.name} may overwrite what {late} still read"
+        for storage_index in op.reads:
+            readers.setdefault(storage_index, []).append(op.index)
+        for storage_index in {*op.writes, *op.creates}:
+            writer[storage_index], readers[storage_index] = op.index, []
+    lost = {storage.index for storage in graph.storages if storage.leaves} - alive
+    assert not lost, f"storages leave the step that never existed: {lost}"

@@ -1,0 +1,157 @@
+"""From a workload to its captured step: graph, program and guards.
+
+The user's step runs on fake tensors, twice recorded with different random seeds; what it does must be the same both
+times. Nothing of the user's changes, and no generator is consumed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import torch
+from torch.utils import _pytree as pytree
+
+from tensile.compiler.graph import Graph, verify
+from tensile.compiler.guards import Guards, make_guards
+from tensile.compiler.live import collect_state
+from tensile.compiler.lower import lower
+from tensile.compiler.program import Program
+from tensile.compiler.refusals import refuse, translated
+from tensile.compiler.tidy import tidy
+from tensile.compiler.trace import Traced, batch_names, find_steady_state, trace_step
+from tensile.compiler.workload import Workload
+from tensile.schedules.plan import Fingerprint
+
+__all__ = ["Captured", "capture", "collect_state"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A step as data and as something that can run. `state` maps names to the live tensors there were at capture;
+    optimizer state that is born at the first step is not among them yet (see optimizer_state.py)."""
+
+    graph: Graph
+    program: Program
+    state: dict[str, torch.Tensor]
+    guards: Guards
+
+
+def capture(
+    workload: Workload, *, check_twice: bool = True, progress: Callable[[str], None] | None = None
+) -> Captured:
+    """Capture one steady-state step of `workload`. Raises CaptureError (TS101 and up) when it cannot be exact.
+
+    `check_twice` records the step a second time with other Python and numpy seeds, to find what a trace would bake in.
+    """
+    say = progress or (lambda _text: None)
+    _refuse_wrappers(workload.model)
+    folder = _user_folder(workload)
+    try:
+        say("what one step leaves behind")
+        steady = find_steady_state(workload)
+        say("trace")
+        traced = trace_step(workload, steady)
+        graph, program = _lowered(traced, workload, folder)
+        if check_twice:
+            say("trace again")
+            _require_same(graph, workload, _traced_differently(workload, steady, folder))
+    except Exception as error:
+        raise translated(error, folder) from error
+    verify(graph)
+    return Captured(
+        graph=graph, program=program, state=collect_state(workload.model, workload.optimizer),
+        guards=make_guards(workload, traced),
+    )  # fmt: skip
+
+
+def _lowered(traced: Traced, workload: Workload, folder: str | None) -> tuple[Graph, Program]:
+    tidy(traced.graph_module)
+    devices = {str(fake.tensor.device) for fake in traced.inputs if fake.kind == "parameter"}
+    device = sorted(devices - {"cpu"})[0] if devices - {"cpu"} else "cpu"
+    fingerprint = Fingerprint(
+        torch=torch.__version__.partition("+")[0], device=torch.device(device).type,
+        optimizer=describe_optimizer(workload.optimizer), state=_state_digest(traced), batch=_describe_batch(workload),
+        ops="",
+    )  # fmt: skip
+    return lower(traced, name=workload.name, device=device, fingerprint=fingerprint, user_folder=folder)
+
+
+def _traced_differently(workload: Workload, steady: object, folder: str | None) -> Graph:
+    """The graph of a second trace under other seeds of Python's and numpy's generators."""
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    try:
+        random.seed(random.random() + 1.0)
+        numpy.random.seed(int(numpy.random.randint(2**31)) ^ 1)
+        return _lowered(trace_step(workload, steady), workload, folder)[0]  # type: ignore[arg-type]
+    finally:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+
+
+def _require_same(first: Graph, workload: Workload, second: Graph) -> None:
+    if first.fingerprint == second.fingerprint:
+        return
+    pairs = zip(first.ops, second.ops, strict=False)
+    different = next((a for a, b in pairs if (a.key, a.inputs) != (b.key, b.inputs)), None)
+    raise refuse(
+        "TS108", "the step is not the same twice: it depends on Python randomness, a counter or another Python value",
+        where=different.source if different is not None else None,
+        hint="draw with torch (torch.rand, dropout), or pass what changes in the batch as a tensor",
+    )  # fmt: skip
+
+
+def _refuse_wrappers(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel") or hasattr(
+            module, "_get_fsdp_state"
+        ):
+            raise refuse(
+                "TS109", f"the model is wrapped in {kind}, whose communication a trace cannot see",
+                where=f"module {name or '(the model)'}", hint="pass the inner module",
+            )  # fmt: skip
+
+
+def _user_folder(workload: Workload) -> str | None:
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(workload.step_fn))
+    except TypeError:
+        return None
+    return str(Path(file).resolve().parent) if file else None
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Class and the options that shape its ops: "AdamW(amsgrad=False, foreach=None)", one entry a group that differs."""
+    texts = []
+    for group in optimizer.param_groups:
+        options = {k: v for k, v in sorted(group.items()) if isinstance(v, (bool, str, type(None)))}
+        texts.append(f"{type(optimizer).__name__}({', '.join(f'{k}={v}' for k, v in options.items())})")
+    return " + ".join(dict.fromkeys(texts))
+
+
+def _state_digest(traced: Traced) -> str:
+    facts = [
+        (f.name, f.kind, tuple(f.tensor.shape), tuple(f.tensor.stride()), str(f.tensor.dtype), f.tensor.requires_grad)
+        for f in traced.inputs
+        if f.kind != "batch"
+    ]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def _describe_batch(workload: Workload) -> str:
+    leaves = pytree.tree_leaves(tuple(workload.batch))
+    texts = []
+    for name, leaf in zip(batch_names(workload), leaves, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            shape = ",".join(map(str, leaf.shape))
+            strides = "" if leaf.is_contiguous() else f" strides {tuple(leaf.stride())}"
+            texts.append(f"{name} {str(leaf.dtype).removeprefix('torch.')}[{shape}]{strides}")
+        else:
+            texts.append(f"{name}={leaf!r}")
+    return ", ".join(texts)

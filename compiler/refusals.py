@@ -1,0 +1,91 @@
+"""Why a step cannot be captured, by number, in the user's words and with the user's own line.
+
+| code | the step ... |
+|---|---|
+| TS101 | branches on a tensor's value |
+| TS102 | makes a tensor whose size depends on values |
+| TS103 | uses a tensor that is neither parameter, buffer, optimizer state nor batch |
+| TS104 | calls a custom op without a fake implementation |
+| TS105 | leaves torch (`.numpy()` and the like) |
+| TS106 | calls a compiled function |
+| TS107 | bakes a hyper-parameter into the trace |
+| TS108 | is not the same twice (Python randomness, counters) |
+| TS109 | runs in a distributed wrapper (DDP, FSDP) |
+| TS110 | makes sparse gradients |
+| TS111 | raises an error of its own |
+| TS112 | changes tensors the trace cannot follow |
+"""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+from tensile.compiler.provenance import user_line
+from tensile.schedules.errors import CaptureError
+
+_TRANSLATIONS = (
+    (
+        ("GuardOnDataDependentSymNode", "DataDependentOutputException", "Could not guard on data-dependent",
+         "Could not extract specialized integer from data-dependent"),
+        "TS101", "the step branches on a tensor's value",
+        "replace the branch by torch.where, or move it out of step_fn",
+    ),
+    (
+        ("DynamicOutputShapeException",),
+        "TS102", "the step makes a tensor whose size depends on values",
+        "use a mask or a fixed size instead of nonzero, unique or boolean indexing",
+    ),
+    (
+        ("Please convert all Tensors to FakeTensors first",),
+        "TS103", "the step uses a tensor that is neither parameter, buffer, optimizer state nor batch",
+        "register it with register_buffer, or pass it in the batch",
+    ),
+    (
+        ("UnsupportedOperatorException", "no fake impl", "register_fake", "no meta", "NotImplementedError: aten"),
+        "TS104", "the step calls an op that has no fake implementation",
+        "give it one with torch.library.register_fake",
+    ),
+    (
+        (".numpy() is not supported", "numpy() is not supported", "Can't call numpy()"),
+        "TS105", "the step leaves torch with .numpy()",
+        "stay in torch inside step_fn, or do it outside",
+    ),
+    (
+        ("FX to symbolically trace a dynamo-optimized function", "torch.compile"),
+        "TS106", "the step calls a function compiled by torch.compile",
+        "pass the uncompiled model; tensile plans the eager step",
+    ),
+)  # fmt: skip
+
+
+def refuse(code: str, what: str, *, hint: str, where: str | None = None) -> CaptureError:
+    """The refusal `code`; raise what this returns."""
+    return CaptureError(what, where=where, hint=hint, code=code)
+
+
+def translated(error: Exception, user_folder: str | None) -> CaptureError:
+    """The refusal that an exception met while tracing stands for, with the user's own line."""
+    if isinstance(error, CaptureError):
+        return error
+    text = f"{type(error).__name__}: {error}"
+    where = _where(error, user_folder)
+    for marks, code, what, hint in _TRANSLATIONS:
+        if any(mark in text for mark in marks):
+            return refuse(code, what, where=where, hint=hint)
+    lines = str(error).strip().splitlines()
+    summary = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return refuse(
+        "TS111", f"the step raises while it is traced: {summary}", where=where,
+        hint="run the step eagerly once; if it works there, this op or model is not supported by the capture",
+    )  # fmt: skip
+
+
+def _where(error: Exception, user_folder: str | None) -> str | None:
+    frames = traceback.extract_tb(error.__traceback__)
+    stack = "".join(f'File "{frame.filename}", line {frame.lineno}, in {frame.name}\n' for frame in frames)
+    place = user_line(stack, user_folder)
+    for frame in reversed(frames):
+        if place.startswith(f"{Path(frame.filename).name}:{frame.lineno} ") and frame.line:
+            return f"{place}: {frame.line}"
+    return place or None

@@ -1,0 +1,121 @@
+"""Every private torch API tensile leans on, named, with what to do when it is gone.
+
+Checked on 2.11, 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx.experimental.proxy_tensor as proxy_tensor
+import torch.fx.traceback as fx_traceback
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+__all__ = ["FakeTensor", "FakeTensorMode", "ShapeEnv"]
+
+
+def fake_mode() -> FakeTensorMode:
+    """Tensors without data. Static shapes, `.item()` becomes a symbol, a real tensor met on the way is an error.
+
+    Gone: torch.export's public tracing has the same machinery underneath.
+    """
+    shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+    return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=False, static_shapes=True)
+
+
+def symbolic_float(mode: FakeTensorMode, value: float, name: str) -> Any:
+    """A float the trace keeps as an input. Gone: pass the value as a 0-dim float64 tensor and read `.item()`."""
+    shape_env = mode.shape_env
+    assert shape_env is not None
+    source = ConstantSource(name)
+    symbol = shape_env.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    return shape_env.create_symfloatnode(symbol, hint=value, source=source)
+
+
+def trace(function: Callable[..., Any], inputs: list[Any], mode: FakeTensorMode) -> torch.fx.GraphModule:
+    """One graph of everything `function` dispatches: no decompositions, in-place ops kept, stack traces recorded.
+
+    `inputs` are fake tensors and symbols of `mode`; the function receives these very objects.
+    """
+    with _autocast_cache_kept(), _whole_stacks(), fx_traceback.preserve_node_meta(), mode:
+        return proxy_tensor.make_fx(
+            function, decomposition_table={}, tracing_mode="real", _allow_non_fake_inputs=False, record_stack_traces=True
+        )(*inputs)
+
+
+@contextlib.contextmanager
+def _autocast_cache_kept() -> Iterator[None]:
+    """make_fx switches the autocast weight cache off, so that a shared weight would be cast once a use, not once.
+
+    Gone: bf16 steps with shared weights are refused by the bitwise tests; look for the new name of the switch.
+    """
+    old = proxy_tensor.disable_autocast_cache
+    proxy_tensor.disable_autocast_cache = contextlib.nullcontext
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        proxy_tensor.disable_autocast_cache = old
+        torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def _whole_stacks() -> Iterator[None]:
+    """Stack traces of traced nodes keep every frame outside torch, not only those of modules' forward methods.
+
+    Gone: ops outside modules (loss, clipping, optimizer) have no source line.
+    """
+    owner = torch.fx.proxy.TracerBase
+    old = getattr(owner, "_filter_traceback_frames", None)
+    folder = str(Path(torch.__file__).parent)
+
+    def outside_torch(_tracer: Any, frames: Any) -> Any:
+        return traceback.StackSummary.from_list([f for f in frames if not f.filename.startswith(folder)])
+
+    if old is not None:
+        owner._filter_traceback_frames = outside_torch
+    try:
+        yield
+    finally:
+        if old is not None:
+            owner._filter_traceback_frames = old
+
+
+def annotate(**facts: Any) -> None:
+    """Nodes traced from now on carry `facts` in meta["custom"]. Gone: torch.fx.traceback.annotate."""
+    fx_traceback.current_meta["custom"] = facts
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of the storage behind a tensor, real or fake; unique while the storage object lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def hint_of(symbol: torch.SymFloat) -> float:
+    """The value a symbol was made with, without a guard on it. Gone: keep the values beside the symbols."""
+    return float(symbol.node.hint)
+
+
+def traced_node_counter() -> Callable[[], int]:
+    """How many nodes the running trace has recorded so far. Gone: zero_grad is taken to run at the end of the step."""
+    mode = proxy_tensor.get_proxy_mode()
+    return (lambda: len(mode.tracer.graph.nodes)) if mode is not None else (lambda: 0)
+
+
+def hint_or_none(symbol: torch.SymFloat | torch.SymInt) -> float | int | None:
+    """The value behind a symbol where the trace knows it; None for what `.item()` returned."""
+    node = symbol.node
+    return node.hint if node.has_hint() else None  # type: ignore[no-any-return]
+
+
+def guards_of(mode: FakeTensorMode) -> list[Any]:
+    """The relations between symbols a trace relied on, as sympy expressions."""
+    assert mode.shape_env is not None
+    return [guard.expr for guard in mode.shape_env.guards]

@@ -1,0 +1,305 @@
+"""One run of the user's step without data, recorded as an fx graph.
+
+The model and optimizer hold fake tensors while the step runs; everything it dispatches becomes the graph. Nothing of
+the user's is changed: tensors, attributes, hooks, random generators and flags are as before afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch.utils import _pytree as pytree
+
+from tensile.compiler import torch_private
+from tensile.compiler.hypers import FusedCalls, Hyper, group_entries, symbolic_hypers
+from tensile.compiler.live import StateTensor, state_tensors, substituted
+from tensile.compiler.provenance import annotated
+from tensile.compiler.tidy import has_effects
+from tensile.compiler.workload import Workload
+
+BEFORE_ZERO_GRAD = "tensile_before_zero_grad"  # marks the last lasting node before gradients were dropped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fake:
+    """A fake stand-in and what it stands for. `leaf` counts the flattened batch."""
+
+    name: str
+    kind: str
+    tensor: torch.Tensor
+    owner: str | None = None
+    key: str | None = None
+    leaf: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A recorded step. Placeholders stand for `inputs`, then for `hypers`, in order; the output node lists the leaves
+    of `returns`, then gradients, then reassigned attributes.
+
+    `returns` describes the result tree; `gradients` name the parameters and say which have a gradient afterwards;
+    `reassigned` are (module, attribute) pairs. `mode` keeps the fake storages alive."""
+
+    graph_module: torch.fx.GraphModule
+    mode: torch_private.FakeTensorMode
+    inputs: tuple[Fake, ...]
+    hypers: tuple[Hyper, ...]
+    returns: pytree.TreeSpec
+    return_count: int
+    gradients: tuple[tuple[str, bool], ...]
+    reassigned: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steady:
+    """What exists between two steps: fake optimizer state, by parameter name and key, and gradients left behind."""
+
+    state: dict[str, dict[str, Any]]
+    gradients: frozenset[str]
+
+
+def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """Name of every parameter the model or the optimizer holds, by identity."""
+    return {id(e.tensor): e.name for e in state_tensors(model, optimizer) if e.kind == "parameter"}
+
+
+def find_steady_state(workload: Workload) -> Steady:
+    """Run the step once on fake tensors and look at what it leaves behind; needs no memory and no data."""
+    mode = torch_private.fake_mode()
+    run = _Run(workload, mode, Steady(state={}, gradients=frozenset()), born=False)
+    with mode:
+        return run.after_one_step()
+
+
+def trace_step(workload: Workload, steady: Steady) -> Traced:
+    """Record one steady-state step."""
+    return _Run(workload, torch_private.fake_mode(), steady, born=True).trace()
+
+
+class _Run:
+    """One fake run of the step: builds the stand-ins, calls the user's code, collects what it leaves."""
+
+    def __init__(self, workload: Workload, mode: torch_private.FakeTensorMode, steady: Steady, *, born: bool) -> None:
+        self._workload = workload
+        self._mode = mode
+        self._steady = steady
+        model, optimizer = workload.model, workload.optimizer
+        self._live = state_tensors(model, optimizer)
+        self._parameter_names = parameter_names(model, optimizer)
+        self._batch, self._batch_spec = pytree.tree_flatten(tuple(workload.batch))
+        fakes = [Fake(name=e.name, kind=e.kind, tensor=mode.from_tensor(e.tensor, static_shapes=True), owner=e.owner,
+                      key=e.key) for e in self._live]  # fmt: skip
+        self._live_count = len(fakes)
+        self._stand_ins = {id(e.tensor): fake.tensor for e, fake in zip(self._live, fakes, strict=True)}
+        by_name = {fake.name: fake.tensor for fake in fakes}
+        with mode:
+            if born:
+                known = set(by_name)
+                fakes += [
+                    Fake(name=f"{owner}/{key}", kind="optimizer_state", tensor=_fresh(value), owner=owner, key=key)
+                    for owner, entries in steady.state.items()
+                    for key, value in entries.items()
+                    if isinstance(value, torch.Tensor) and f"{owner}/{key}" not in known
+                ]
+            fakes += [
+                Fake(name=f"{name}.grad", kind="gradient", tensor=_fresh(by_name[name]), owner=name)
+                for name in by_name
+                if name in steady.gradients
+            ]
+        names = batch_names(workload)
+        fakes += [
+            Fake(name=names[leaf], kind="batch", tensor=mode.from_tensor(value, static_shapes=True), leaf=leaf)
+            for leaf, value in enumerate(self._batch)
+            if isinstance(value, torch.Tensor)
+        ]
+        self._fakes = tuple(fakes)
+        self._hypers = symbolic_hypers(optimizer, mode)
+        self._zero_grad_at: int | None = None
+        self._traced_nodes: Callable[[], int] = lambda: 0
+
+    def after_one_step(self) -> Steady:
+        with self._running([fake.tensor for fake in self._fakes], [h.symbol for h in self._hypers]) as result:
+            result()
+            optimizer = self._workload.optimizer
+            names = self._traced_parameter_names()
+            state = {names[id(p)]: dict(entries) for p, entries in optimizer.state.items() if id(p) in names}
+            gradients = frozenset(name for name, p in self._traced_parameters() if p.grad is not None)
+        return Steady(state=state, gradients=gradients)
+
+    def trace(self) -> Traced:
+        layout: dict[str, Any] = {}
+        fused = FusedCalls(self._hypers)
+
+        def flat(*arguments: Any) -> list[Any]:
+            self._traced_nodes = torch_private.traced_node_counter()
+            tensors, symbols = arguments[: len(self._fakes)], list(arguments[len(self._fakes) :])
+            with self._running(list(tensors), symbols) as result, fused.recorded():
+                leaves, layout["returns"] = pytree.tree_flatten(result())
+                layout["return_count"] = len(leaves)
+                gradients = [(name, p.grad) for name, p in self._traced_parameters()]
+                layout["gradients"] = tuple((name, gradient is not None) for name, gradient in gradients)
+                reassigned = list(self._reassigned())
+                layout["reassigned"] = tuple((module, key) for module, key, _ in reassigned)
+                outputs = [*leaves, *(g for _, g in gradients if g is not None), *(t for _, _, t in reassigned)]
+                return [value.detach() if isinstance(value, torch.Tensor) else value for value in outputs]
+
+        inputs = [*(fake.tensor for fake in self._fakes), *(hyper.symbol for hyper in self._hypers)]
+        graph_module = torch_private.trace(flat, inputs, self._mode)
+        placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+        fused.wire(graph_module, placeholders[len(self._fakes) :])
+        if self._zero_grad_at is not None:
+            before = list(graph_module.graph.nodes)[: self._zero_grad_at]
+            lasting = next((node for node in reversed(before) if has_effects(node)), None)
+            if lasting is not None:
+                lasting.meta[BEFORE_ZERO_GRAD] = True
+        return Traced(
+            graph_module=graph_module, mode=self._mode, inputs=self._fakes, hypers=self._hypers, **layout,
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _running(self, tensors: list[torch.Tensor], symbols: list[Any]) -> Iterator[Callable[[], Any]]:
+        """The model and optimizer hold `tensors`; yields the call of the user's step. Undone at exit."""
+        workload = self._workload
+        model, optimizer = workload.model, workload.optimizer
+        held = {id(e.tensor): tensor for e, tensor in zip(self._live, tensors, strict=False)}
+        by_name = {fake.name: tensor for fake, tensor in zip(self._fakes, tensors, strict=True)}
+        self._held = by_name
+        batch = list(self._batch)
+        for fake, tensor in zip(self._fakes, tensors, strict=True):
+            if fake.leaf is not None:
+                batch[fake.leaf] = tensor
+        state = self._state(by_name)
+        hypers = group_entries(optimizer, self._hypers, symbols)
+        for name, tensor in by_name.items():
+            if name in self._steady.gradients:
+                tensor.grad = by_name[f"{name}.grad"]
+        for entry in self._live:
+            _copy_hooks(entry.tensor, held[id(entry.tensor)])
+        with (
+            _randomness_kept(),
+            _checkpointing_neutralised(model),
+            substituted(model, optimizer, lambda t: held[id(t)], hypers, state),
+            self._zero_grad_noted(model, optimizer),
+            annotated(model, optimizer),
+        ):
+            arguments = pytree.tree_unflatten(batch, self._batch_spec)
+            yield lambda: workload.step_fn(model, optimizer, *arguments)
+
+    def _state(self, by_name: dict[str, torch.Tensor]) -> dict[torch.Tensor, dict[str, Any]]:
+        """The optimizer's state dictionary over stand-ins: live entries, and those the steady state adds."""
+        state: dict[torch.Tensor, dict[str, Any]] = {}
+        for parameter, entries in self._workload.optimizer.state.items():
+            owner = self._parameter_names[id(parameter)]
+            state[by_name[owner]] = {
+                key: by_name[f"{owner}/{key}"] if isinstance(value, torch.Tensor) else value
+                for key, value in entries.items()
+            }
+        for owner, entries in self._steady.state.items():
+            target = state.setdefault(by_name[owner], {})
+            for key, value in entries.items():
+                target.setdefault(key, by_name[f"{owner}/{key}"] if isinstance(value, torch.Tensor) else value)
+        return state
+
+    def _traced_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        return [(e.name, self._held[e.name]) for e in self._live if e.kind == "parameter"]
+
+    def _traced_parameter_names(self) -> dict[int, str]:
+        return {id(tensor): name for name, tensor in self._traced_parameters()}
+
+    def _reassigned(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Parameters and buffers the step bound to another tensor (`self.average = ...`)."""
+        held = {id(tensor) for tensor in self._held.values()}
+        for module_name, module in self._workload.model.named_modules():
+            for registry in (module._parameters, module._buffers):
+                for key, tensor in registry.items():
+                    if tensor is not None and id(tensor) not in held:
+                        yield module_name, key, tensor
+
+    @contextlib.contextmanager
+    def _zero_grad_noted(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        def noting(user: Callable[..., Any]) -> Callable[..., Any]:
+            def zero_grad(*args: Any, **kwargs: Any) -> Any:
+                if any(p.grad is not None for _, p in self._traced_parameters()):
+                    self._zero_grad_at = self._traced_nodes()
+                return user(*args, **kwargs)
+
+            return zero_grad
+
+        for owner in (model, optimizer):
+            object.__setattr__(owner, "zero_grad", noting(owner.zero_grad))
+        try:
+            yield
+        finally:
+            for owner in (model, optimizer):
+                owner.__dict__.pop("zero_grad", None)
+
+
+def batch_names(workload: Workload) -> list[str]:
+    """A name for every leaf of the batch: the step's argument name, and keys below it."""
+    import inspect
+
+    try:
+        arguments = list(inspect.signature(workload.step_fn).parameters)[2:]
+    except (TypeError, ValueError):
+        arguments = []
+    paths, _ = pytree.tree_flatten_with_path(tuple(workload.batch))
+    names = []
+    for (first, *rest), _value in paths:
+        index = first.idx
+        name = arguments[index] if index < len(arguments) else f"batch[{index}]"
+        names.append(name + pytree.keystr(tuple(rest)))
+    return names
+
+
+def _fresh(tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of the same layout on a storage of its own."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _copy_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Hooks on a live leaf must fire on its stand-in, so that what they do is traced."""
+    for hook in (source._backward_hooks or {}).values():
+        target.register_hook(hook)
+    for hook in (getattr(source, "_post_accumulate_grad_hooks", None) or {}).values():
+        target.register_post_accumulate_grad_hook(hook)
+
+
+@contextlib.contextmanager
+def _randomness_kept() -> Iterator[None]:
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def _checkpointing_neutralised(model: torch.nn.Module) -> Iterator[None]:
+    """torch.utils.checkpoint restores generators in Python, which a graph cannot see: call straight through instead.
+
+    The values are the same; what to recompute is the planner's to choose.
+    """
+    import torch.utils.checkpoint as checkpointing
+
+    def nothing(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+        yield
+
+    class Direct:
+        @staticmethod
+        def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+            return function(*args)
+
+    saved = checkpointing._checkpoint_without_reentrant_generator, checkpointing.CheckpointFunction
+    checkpointing._checkpoint_without_reentrant_generator = nothing
+    checkpointing.CheckpointFunction = Direct
+    try:
+        yield
+    finally:
+        checkpointing._checkpoint_without_reentrant_generator, checkpointing.CheckpointFunction = saved
