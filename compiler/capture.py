@@ -24,7 +24,7 @@ from tensile.compiler.lower import lower
 from tensile.compiler.program import Program
 from tensile.compiler.refusals import refuse, translated
 from tensile.compiler.tidy import tidy
-from tensile.compiler.trace import Traced, batch_names, find_steady_state, trace_step
+from tensile.compiler.trace import Steady, Traced, asks_for_values, batch_names, find_steady_state, trace_step
 from tensile.compiler.workload import Workload
 from tensile.schedules.plan import Fingerprint
 
@@ -52,15 +52,15 @@ def capture(
     say = progress or (lambda _text: None)
     _refuse_wrappers(workload.model)
     folder = _user_folder(workload)
+    values = asks_for_values(workload.model)
     try:
-        say("what one step leaves behind")
-        steady = find_steady_state(workload)
-        say("trace")
-        traced = trace_step(workload, steady)
-        graph, program = _lowered(traced, workload, folder)
-        if check_twice:
-            say("trace again")
-            _require_same(graph, workload, _traced_differently(workload, steady, folder))
+        try:
+            traced, graph, program = _captured(workload, folder, say, check_twice=check_twice, values=values)
+        except Exception as error:
+            if values or translated(error, folder).code != "TS101":
+                raise
+            say("trace with the batch's values")
+            traced, graph, program = _captured(workload, folder, say, check_twice=check_twice, values=True)
     except Exception as error:
         raise translated(error, folder) from error
     verify(graph)
@@ -68,6 +68,20 @@ def capture(
         graph=graph, program=program, state=collect_state(workload.model, workload.optimizer),
         guards=make_guards(workload, traced),
     )  # fmt: skip
+
+
+def _captured(
+    workload: Workload, folder: str | None, say: Callable[[str], None], *, check_twice: bool, values: bool
+) -> tuple[Traced, Graph, Program]:
+    say("what one step leaves behind")
+    steady = find_steady_state(workload, values=values)
+    say("trace")
+    traced = trace_step(workload, steady, values=values)
+    graph, program = _lowered(traced, workload, folder)
+    if check_twice:
+        say("trace again")
+        _require_same(graph, _traced_differently(workload, steady, folder, values=values))
+    return traced, graph, program
 
 
 def _lowered(traced: Traced, workload: Workload, folder: str | None) -> tuple[Graph, Program]:
@@ -82,19 +96,19 @@ def _lowered(traced: Traced, workload: Workload, folder: str | None) -> tuple[Gr
     return lower(traced, name=workload.name, device=device, fingerprint=fingerprint, user_folder=folder)
 
 
-def _traced_differently(workload: Workload, steady: object, folder: str | None) -> Graph:
+def _traced_differently(workload: Workload, steady: Steady, folder: str | None, *, values: bool) -> Graph:
     """The graph of a second trace under other seeds of Python's and numpy's generators."""
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     try:
         random.seed(random.random() + 1.0)
         numpy.random.seed(int(numpy.random.randint(2**31)) ^ 1)
-        return _lowered(trace_step(workload, steady), workload, folder)[0]  # type: ignore[arg-type]
+        return _lowered(trace_step(workload, steady, values=values), workload, folder)[0]
     finally:
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
 
 
-def _require_same(first: Graph, workload: Workload, second: Graph) -> None:
+def _require_same(first: Graph, second: Graph) -> None:
     if first.fingerprint == second.fingerprint:
         return
     pairs = zip(first.ops, second.ops, strict=False)

@@ -14,6 +14,7 @@ from torch.fx.node import map_arg as fx_map
 from torch.utils import _pytree as pytree
 
 from tensile.compiler import torch_private
+from tensile.compiler.facts import ValueFact
 from tensile.compiler.graph import Graph, Op, Storage, Tensor
 from tensile.compiler.program import Call, Input, Program, Ref, Value
 from tensile.compiler.provenance import Provenance
@@ -174,10 +175,10 @@ class _Lowering:
 
     def _is_glue(self, node: Node) -> bool:
         """Views, elements and Python scalars: nothing written, nothing allocated, nothing looked at."""
-        if not isinstance(node.target, torch._ops.OpOverload):
-            return True
         if has_effects(node):
             return False
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return True
         produced = tensors_of(node.meta.get("val"))
         if not produced:
             return False
@@ -186,6 +187,8 @@ class _Lowering:
 
     def _touched(self, node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Storages whose contents an op uses, and those it changes."""
+        if isinstance(node.target, ValueFact):
+            return (), ()
         written: set[int] = set()
         schema = node.target._schema  # type: ignore[union-attr]
         hidden = unannotated_writes(node)
@@ -237,7 +240,8 @@ class _Lowering:
     def _no_recompute(self, node: Node, written: tuple[int, ...]) -> str:
         """Why running this op again could give other bits; "" when it gives the same."""
         target = node.target
-        assert isinstance(target, torch._ops.OpOverload)
+        if not isinstance(target, torch._ops.OpOverload):
+            return "is a check"
         if draws(node):
             return "draws random numbers"
         entering = [self._storages[s].name for s in written if self._storages[s].enters]
@@ -336,7 +340,7 @@ class _Text(str):
 
 def _short(node: Node) -> str:
     target = node.target
-    return target.name().partition("::")[2].partition(".")[0] if isinstance(target, torch._ops.OpOverload) else str(target)
+    return target.name().partition("::")[2].partition(".")[0] if isinstance(target, torch._ops.OpOverload) else "check"
 
 
 def _result_values(call: Call) -> tuple[int, ...]:

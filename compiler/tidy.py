@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from tensile.compiler.facts import ValueFact
+
 CHUNK_BYTES = 2**20
 CHUNK_TENSORS = 32
 
@@ -58,6 +60,8 @@ def draws(node: Node) -> bool:
 def has_effects(node: Node) -> bool:
     """Whether a node does more than return its result: writes, draws, checks, prints, communicates."""
     target = node.target
+    if isinstance(target, ValueFact):
+        return True
     if not isinstance(target, torch._ops.OpOverload):
         return False
     if target._schema.is_mutable or draws(node) or bool(unannotated_writes(node)):

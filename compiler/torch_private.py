@@ -21,13 +21,73 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 __all__ = ["FakeTensor", "FakeTensorMode", "ShapeEnv"]
 
 
-def fake_mode() -> FakeTensorMode:
+def fake_mode(*, values: bool) -> FakeTensorMode:
     """Tensors without data. Static shapes, `.item()` becomes a symbol, a real tensor met on the way is an error.
+
+    With `values`, those made by `fake_with_values` are followed by their real values (slower by half).
 
     Gone: torch.export's public tracing has the same machinery underneath.
     """
     shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
-    return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=False, static_shapes=True)
+    with torch._functorch.config.patch(fake_tensor_propagate_real_tensors=values):
+        return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=False, static_shapes=True)
+
+
+def fake_with_values(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
+    """A stand-in whose values are known while tracing, and those computed from it alone; for the batch.
+
+    A branch on such values goes the way this batch takes it; the trace records the fact (see `value_facts`).
+    Gone: branches on the batch's values are refused (TS101).
+    """
+    fake = mode.from_tensor(tensor, static_shapes=True)
+    fake.real_tensor = tensor if mode.propagate_real_tensors else None
+    return fake
+
+
+def fake_without_values(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
+    """A stand-in without values: nothing is computed for real from it."""
+    return forget_values(mode.from_tensor(tensor, static_shapes=True))
+
+
+def forget_values(fake: Any) -> Any:
+    """The stand-in itself, its values no longer known."""
+    fake.real_tensor = None
+    return fake
+
+
+@contextlib.contextmanager
+def checkpointing_neutralised() -> Iterator[None]:
+    """torch.utils.checkpoint restores generators in Python, which a graph cannot see: call straight through instead.
+
+    The values are the same; what to recompute is the planner's to choose. Gone: checkpointed models with dropout
+    differ from eager, and the bitwise tests say so.
+    """
+    import torch.utils.checkpoint as home
+
+    def nothing(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+        yield
+
+    class Direct:
+        @staticmethod
+        def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+            return function(*args)
+
+    def direct(function: Callable[..., Any], args: Any, kwargs: Any, **_options: Any) -> Any:
+        return function(*args, **kwargs)
+
+    replacements = {
+        "_checkpoint_impl": direct,  # 2.14
+        "_checkpoint_without_reentrant_generator": nothing,  # before
+        "CheckpointFunction": Direct,
+    }
+    saved = {name: getattr(home, name) for name in replacements if hasattr(home, name)}
+    for name in saved:
+        setattr(home, name, replacements[name])
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            setattr(home, name, value)
 
 
 def symbolic_float(mode: FakeTensorMode, value: float, name: str) -> Any:
@@ -119,3 +179,10 @@ def guards_of(mode: FakeTensorMode) -> list[Any]:
     """The relations between symbols a trace relied on, as sympy expressions."""
     assert mode.shape_env is not None
     return [guard.expr for guard in mode.shape_env.guards]
+
+
+def value_relations(mode: FakeTensorMode) -> list[Any]:
+    """The relations between read values (`.item()`) that branches of the trace relied on, as sympy expressions."""
+    assert mode.shape_env is not None
+    found = [a.expr for asserts in mode.shape_env.deferred_runtime_asserts.values() for a in asserts]
+    return list(dict.fromkeys(found))

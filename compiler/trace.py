@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tensile.compiler import torch_private
+from tensile.compiler.facts import insert_value_facts
 from tensile.compiler.hypers import FusedCalls, Hyper, group_entries, symbolic_hypers
 from tensile.compiler.live import StateTensor, state_tensors, substituted
 from tensile.compiler.provenance import annotated
@@ -69,17 +71,25 @@ def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     return {id(e.tensor): e.name for e in state_tensors(model, optimizer) if e.kind == "parameter"}
 
 
-def find_steady_state(workload: Workload) -> Steady:
-    """Run the step once on fake tensors and look at what it leaves behind; needs no memory and no data."""
-    mode = torch_private.fake_mode()
+def find_steady_state(workload: Workload, *, values: bool) -> Steady:
+    """Run the step once on fake tensors and look at what it leaves behind; needs no memory and no data.
+
+    `values`: the step may branch on values of its batch.
+    """
+    mode = torch_private.fake_mode(values=values)
     run = _Run(workload, mode, Steady(state={}, gradients=frozenset()), born=False)
     with mode:
         return run.after_one_step()
 
 
-def trace_step(workload: Workload, steady: Steady) -> Traced:
-    """Record one steady-state step."""
-    return _Run(workload, torch_private.fake_mode(), steady, born=True).trace()
+def trace_step(workload: Workload, steady: Steady, *, values: bool) -> Traced:
+    """Record one steady-state step. `values`: the step may branch on values of its batch."""
+    return _Run(workload, torch_private.fake_mode(values=values), steady, born=True).trace()
+
+
+def asks_for_values(model: torch.nn.Module) -> bool:
+    """Whether the model is known to take shortcuts that depend on its batch's values (masks in transformers)."""
+    return any(type(module).__module__.startswith("transformers.") for module in model.modules())
 
 
 class _Run:
@@ -93,7 +103,7 @@ class _Run:
         self._live = state_tensors(model, optimizer)
         self._parameter_names = parameter_names(model, optimizer)
         self._batch, self._batch_spec = pytree.tree_flatten(tuple(workload.batch))
-        fakes = [Fake(name=e.name, kind=e.kind, tensor=mode.from_tensor(e.tensor, static_shapes=True), owner=e.owner,
+        fakes = [Fake(name=e.name, kind=e.kind, tensor=torch_private.fake_without_values(mode, e.tensor), owner=e.owner,
                       key=e.key) for e in self._live]  # fmt: skip
         self._live_count = len(fakes)
         self._stand_ins = {id(e.tensor): fake.tensor for e, fake in zip(self._live, fakes, strict=True)}
@@ -114,7 +124,7 @@ class _Run:
             ]
         names = batch_names(workload)
         fakes += [
-            Fake(name=names[leaf], kind="batch", tensor=mode.from_tensor(value, static_shapes=True), leaf=leaf)
+            Fake(name=names[leaf], kind="batch", tensor=torch_private.fake_with_values(mode, value), leaf=leaf)
             for leaf, value in enumerate(self._batch)
             if isinstance(value, torch.Tensor)
         ]
@@ -153,6 +163,7 @@ class _Run:
         graph_module = torch_private.trace(flat, inputs, self._mode)
         placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         fused.wire(graph_module, placeholders[len(self._fakes) :])
+        insert_value_facts(graph_module, self._mode)
         if self._zero_grad_at is not None:
             before = list(graph_module.graph.nodes)[: self._zero_grad_at]
             lasting = next((node for node in reversed(before) if has_effects(node)), None)
@@ -183,7 +194,8 @@ class _Run:
             _copy_hooks(entry.tensor, held[id(entry.tensor)])
         with (
             _randomness_kept(),
-            _checkpointing_neutralised(model),
+            torch_private.checkpointing_neutralised(),
+            _tracing_denied(),
             substituted(model, optimizer, lambda t: held[id(t)], hypers, state),
             self._zero_grad_noted(model, optimizer),
             annotated(model, optimizer),
@@ -258,8 +270,9 @@ def batch_names(workload: Workload) -> list[str]:
 
 
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:
-    """A fake tensor of the same layout on a storage of its own."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    """A fake tensor of the same layout, without values, on a storage of its own."""
+    fresh = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return torch_private.forget_values(fresh)
 
 
 def _copy_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -281,25 +294,18 @@ def _randomness_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _checkpointing_neutralised(model: torch.nn.Module) -> Iterator[None]:
-    """torch.utils.checkpoint restores generators in Python, which a graph cannot see: call straight through instead.
+def _tracing_denied() -> Iterator[None]:
+    """transformers asks whether it is traced and then avoids shortcuts that eager takes: answer as eager would.
 
-    The values are the same; what to recompute is the planner's to choose.
+    The shortcuts look at the attention mask's values, which the batch's stand-ins know (torch_private.fake_batch).
     """
-    import torch.utils.checkpoint as checkpointing
-
-    def nothing(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+    masking = sys.modules.get("transformers.masking_utils")
+    asked = getattr(masking, "is_tracing", None)
+    if asked is None:
         yield
-
-    class Direct:
-        @staticmethod
-        def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-            return function(*args)
-
-    saved = checkpointing._checkpoint_without_reentrant_generator, checkpointing.CheckpointFunction
-    checkpointing._checkpoint_without_reentrant_generator = nothing
-    checkpointing.CheckpointFunction = Direct
+        return
+    masking.is_tracing = lambda *_args, **_kwargs: False  # type: ignore[union-attr]
     try:
         yield
     finally:
-        checkpointing._checkpoint_without_reentrant_generator, checkpointing.CheckpointFunction = saved
+        masking.is_tracing = asked  # type: ignore[union-attr]
