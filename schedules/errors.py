@@ -36,7 +36,7 @@ class CaptureError(TensileError):
 
 
 class PlanFileError(TensileError):
-    """A plan file cannot be read, or is inconsistent; `where` is the key path."""
+    """A plan file cannot be read, or is inconsistent; the key path is in `what`, file and line are `where`."""
 
 
 class InfeasibleBudget(TensileError):

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Phase = Literal["forward", "backward", "optimizer"]
-Kind = Literal[
-    "parameter", "buffer", "optimizer_state", "gradient", "batch", "constant", "activation", "output"
-]
+Kind = Literal["parameter", "buffer", "optimizer_state", "gradient", "batch", "constant", "activation", "output"]
 Residence = Literal["resident", "out", "absent"]
+Source = Literal["measured", "modelled"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +53,13 @@ class Promise:
     peak_row: int  # a row at which peak_bytes is reached
     budget_bytes: int
     eager_peak_bytes: int
-    eager_peak_source: Literal["measured", "modelled"]
+    eager_peak_source: Source
     resting_bytes: int  # resident between two steps
     spill_bytes: int  # host memory or disk the swapped storages need
     rss_slack_percent: int  # the process's high-water mark may exceed peak_bytes by this much under the memory policy
     step_us: int
     eager_step_us: int
-    eager_step_source: Literal["measured", "modelled"]
+    eager_step_source: Source
     profile_source: str  # "measured" and how
     planner: str  # "greedy"
 
