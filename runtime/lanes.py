@@ -1,0 +1,250 @@
+"""The CPU lane: storages leave to a spill file and come back, each direction on a thread of its own.
+
+The interface is four calls at planned boundaries: `out` starts a copy, `free` waits for it and gives the memory back,
+`fetch` takes memory and starts the copy back, `wait` waits for that one. Memory changes only in `free` and `fetch`, in
+the training thread, so that what is resident never depends on timing.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tensile.compiler import torch_private
+from tensile.compiler.profile import Link
+from tensile.runtime.pool import spill_slots
+from tensile.runtime.spill import SpillFile
+from tensile.schedules.errors import LaneError, TensileError
+
+MESSAGE = "tensile: this tensor is swapped out between steps; use `with step.resident():` to look at it"
+
+
+class _Job:
+    """One copy, done by a worker; `done` is released when it has ended, `error` is what it raised."""
+
+    __slots__ = ("copy", "done", "error")
+
+    def __init__(self, copy: Callable[[], None]) -> None:
+        self.copy: Callable[[], None] | None = copy
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+
+
+class _Worker:
+    """A thread that runs copies in the order they were given."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, copy: Callable[[], None]) -> _Job:
+        job = _Job(copy)
+        self._jobs.put(job)
+        return job
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            assert job.copy is not None
+            try:
+                job.copy()
+            except BaseException as error:  # handed to the training thread, which raises it at the planned place
+                job.error = error
+            job.copy = None
+            job.done.set()
+
+
+@dataclass(slots=True)
+class LaneCounts:
+    """What a lane has done since it was opened; stalls are waits of the training thread."""
+
+    copied_out: int = 0
+    copied_in: int = 0
+    stall_out_us: float = 0.0
+    stall_in_us: float = 0.0
+    waits: int = 0
+    waited: int = 0  # of `waits`, those that found the copy unfinished
+
+
+@dataclass(slots=True)
+class _Away:
+    """A storage the lane has something to do with."""
+
+    storage: torch.UntypedStorage
+    state: str  # "writing", "out", "reading"
+    job: _Job | None = None
+    fresh: torch.UntypedStorage | None = None
+    size_bytes: int = field(default=0)
+
+
+class CpuLane:
+    """Storages to a spill file and back. `size_bytes`: of every storage the plan swaps, by index.
+
+    Raises LaneError when the disk cannot hold them.
+    """
+
+    def __init__(self, size_bytes: Mapping[int, int], directory: Path | None) -> None:
+        self._offsets, total = spill_slots(size_bytes)
+        self._file = SpillFile(directory, total)
+        self._writer, self._reader = _Worker("tensile-out"), _Worker("tensile-in")
+        self._away: dict[int, _Away] = {}
+        self._process = os.getpid()
+        self.counts = LaneCounts()
+
+    @property
+    def direct(self) -> bool:
+        """Whether copies bypass the page cache."""
+        return self._file.direct
+
+    @property
+    def bounced(self) -> int:
+        """Copies that went through a buffer because their memory was not aligned."""
+        return self._file.bounced
+
+    def is_away(self, index: int) -> bool:
+        """Whether a storage is not (wholly) resident."""
+        return index in self._away
+
+    def out(self, index: int, storage: torch.UntypedStorage) -> None:
+        """Start copying a storage to the host; it stays readable until `free`."""
+        self._require_own_process()
+        address, size, offset = storage.data_ptr(), storage.nbytes(), self._offsets[index]
+        job = self._writer.put(lambda: self._file.write(address, size, offset))
+        self._away[index] = _Away(storage=storage, state="writing", job=job, size_bytes=size)
+        self.counts.copied_out += 1
+
+    def free(self, index: int) -> None:
+        """Wait for the copy out, then give the memory back."""
+        away = self._away[index]
+        self.counts.stall_out_us += self._finish(away)
+        torch_private.hollow_out(away.storage, MESSAGE)
+        away.state = "out"
+
+    def fetch(self, index: int) -> None:
+        """Take memory and start copying back."""
+        self._require_own_process()
+        away = self._away[index]
+        if torch_private.CAN_SWAP_POINTERS:
+            target = away.fresh = torch.UntypedStorage(away.size_bytes, device=away.storage.device)
+        else:
+            torch_private.unguard(away.storage)
+            away.storage.resize_(away.size_bytes)
+            target = away.storage
+        address, size, offset = target.data_ptr(), away.size_bytes, self._offsets[index]
+        away.job = self._reader.put(lambda: self._file.read(address, size, offset))
+        away.state = "reading"
+        self.counts.copied_in += 1
+
+    def wait(self, index: int) -> None:
+        """Wait for the copy back; the storage and every view of it are whole again."""
+        away = self._away[index]
+        self.counts.waits += 1
+        stall = self._finish(away)
+        self.counts.waited += stall > 0
+        self.counts.stall_in_us += stall
+        if away.fresh is not None:
+            torch_private.refill(away.storage, away.fresh)
+        del self._away[index]
+
+    def bring_back(self, keep: Callable[[int], bool]) -> None:
+        """End every copy and make resident again what `keep` says; the rest is forgotten. Raises LaneError."""
+        failure: BaseException | None = None
+        for index in list(self._away):
+            away = self._away[index]
+            if away.job is not None:
+                away.job.done.wait()
+            if away.state == "writing" or not keep(index):
+                del self._away[index]
+                continue
+            try:
+                if away.state == "out" or (away.job is not None and away.job.error is not None):
+                    if away.state == "reading" and not torch_private.CAN_SWAP_POINTERS:
+                        away.storage.resize_(0)
+                    self.fetch(index)
+                self.wait(index)
+            except TensileError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Stop the threads and give the disk back. Call `bring_back` first."""
+        if os.getpid() == self._process:
+            self._writer.stop()
+            self._reader.stop()
+        self._file.close()
+
+    def _finish(self, away: _Away) -> float:
+        """Wait for a storage's copy; microseconds waited. Raises what the copy raised."""
+        assert away.job is not None
+        stall = 0.0
+        if not away.job.done.is_set():
+            started = time.perf_counter()
+            away.job.done.wait()
+            stall = 1e6 * (time.perf_counter() - started)
+        if away.job.error is not None:
+            raise away.job.error
+        away.job = None
+        return stall
+
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._process:
+            raise LaneError(
+                "a planned step cannot run in a forked process", hint="call tensile.load in the process that trains"
+            )
+
+
+def measure_link(device: str, directory: Path | None, *, copies: int = 16, size_bytes: int = 16 * 2**20) -> Link:
+    """Bandwidth and latency of the lane's own copies, each way alone and both at once: medians over `copies`."""
+    if torch.device(device).type != "cpu":
+        raise LaneError(f"there is no copy lane for {device} yet", hint="plan and train on the CPU")
+    small = 256 * 2**10
+    file = SpillFile(directory, 2 * copies * size_bytes)
+    memory = torch.zeros(2 * size_bytes // 8, dtype=torch.float64)
+    out_at, in_at = memory.data_ptr(), memory.data_ptr() + size_bytes
+    try:
+        spots = [i * size_bytes for i in range(copies)]
+        out_s = [_timed(lambda spot=spot: file.write(out_at, size_bytes, spot)) for spot in spots]  # type: ignore[misc]
+        in_s = [_timed(lambda spot=spot: file.read(in_at, size_bytes, spot)) for spot in spots]  # type: ignore[misc]
+        small_out_s = [_timed(lambda spot=spot: file.write(out_at, small, spot)) for spot in spots]  # type: ignore[misc]
+        small_in_s = [_timed(lambda spot=spot: file.read(in_at, small, spot)) for spot in spots]  # type: ignore[misc]
+        both_s: list[float] = []
+        other = copies * size_bytes
+        writer = threading.Thread(
+            target=lambda: both_s.extend(_timed(lambda: file.write(out_at, size_bytes, other + spot)) for spot in spots)
+        )
+        writer.start()
+        both_in_s = [_timed(lambda spot=spot: file.read(in_at, size_bytes, spot)) for spot in spots]  # type: ignore[misc]
+        writer.join()
+    finally:
+        file.close()
+    out_median, in_median = statistics.median(out_s), statistics.median(in_s)
+    duplex = 100 * min(out_median / statistics.median(both_s), in_median / statistics.median(both_in_s))
+    return Link(
+        out_bytes_per_s=int(size_bytes / out_median), in_bytes_per_s=int(size_bytes / in_median),
+        out_latency_us=_latency_us(small_out_s, small, out_median / size_bytes),
+        in_latency_us=_latency_us(small_in_s, small, in_median / size_bytes),
+        duplex_percent=max(1, min(100, int(duplex))),
+    )  # fmt: skip
+
+
+def _latency_us(seconds: list[float], size_bytes: int, seconds_per_byte: float) -> int:
+    return max(0, int(1e6 * (statistics.median(seconds) - size_bytes * seconds_per_byte)))
+
+
+def _timed(action: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
