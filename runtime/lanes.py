@@ -117,6 +117,10 @@ class CpuLane:
         """Whether a storage is not (wholly) resident."""
         return index in self._away
 
+    def is_writing(self, index: int) -> bool:
+        """Whether a storage's copy out has begun and its memory is not given back yet."""
+        return index in self._away and self._away[index].state == "writing"
+
     def out(self, index: int, storage: torch.UntypedStorage) -> None:
         """Start copying a storage to the host; it stays readable until `free`."""
         self._require_own_process()

@@ -1,0 +1,104 @@
+"""A plan meets a live model: everything that can be wrong with the pair is found here, before the first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from tensile.compiler.capture import Captured, capture
+from tensile.compiler.workload import Workload
+from tensile.runtime.replay import Replay, build_replay
+from tensile.schedules.check import check
+from tensile.schedules.errors import PlanMismatch
+from tensile.schedules.plan import Fingerprint, Free, Plan, Recompute, SwapIn, SwapOut
+
+_WHAT = {
+    "torch": "another torch",
+    "device": "another device",
+    "optimizer": "another optimizer",
+    "state": "other parameters, buffers or optimizer state",
+    "batch": "another batch",
+    "ops": "a step that does something else",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """A plan applied to a captured step. `swapped` are sizes in bytes of the storages the plan moves, by index;
+    `starts_out` those that are away between two steps."""
+
+    plan: Plan
+    captured: Captured
+    replay: Replay
+    swapped: dict[int, int]
+    starts_out: tuple[int, ...]
+
+
+def bind(plan: Plan, workload: Workload) -> Bound:
+    """Capture the live step, compare it with the plan's subject field by field, apply every event of the plan.
+
+    Raises PlanMismatch, naming the first field that differs, or the event that cannot be applied; CaptureError when
+    the live step cannot be captured; PlanFileError for a plan the referee rejects.
+    """
+    findings = check(plan)
+    if findings:
+        raise PlanMismatch(
+            f"the plan is not consistent ({len(findings)} findings): {findings[0].message}", where=findings[0].where,
+            hint="compile it again; `tensile check` lists all findings",
+        )  # fmt: skip
+    _require_device(plan)
+    captured = capture(workload, check_twice=False)
+    _compare(plan.subject.fingerprint, captured.graph.fingerprint)
+    _require_applicable(plan, captured)
+    replay = build_replay(plan, captured.graph, captured.program)
+    swapped = {e.storage: plan.storages[e.storage].size_bytes for e in plan.events if isinstance(e, (SwapOut, SwapIn))}
+    starts_out = tuple(row.storage for row in plan.storages if row.starts == "out")
+    return Bound(plan=plan, captured=captured, replay=replay, swapped=swapped, starts_out=starts_out)
+
+
+def _require_device(plan: Plan) -> None:
+    moves = any(isinstance(event, (SwapOut, SwapIn)) for event in plan.events)
+    if moves and plan.subject.fingerprint.device != "cpu":
+        raise PlanMismatch(
+            f"there is no copy lane for {plan.subject.fingerprint.device} yet", where="subject.fingerprint.device",
+            hint="plan and train on the CPU",
+        )  # fmt: skip
+
+
+def _compare(planned: Fingerprint, live: Fingerprint) -> None:
+    for field in fields(Fingerprint):
+        was, now = getattr(planned, field.name), getattr(live, field.name)
+        if was != now:
+            raise PlanMismatch(
+                f"the plan is for {_WHAT[field.name]}: planned {was}, this is {now}",
+                where=f"subject.fingerprint.{field.name}",
+                hint="compile a plan for this step: tensile compile MODEL.py, or pass on_mismatch=\"eager\"",
+            )  # fmt: skip
+
+
+def _require_applicable(plan: Plan, captured: Captured) -> None:
+    """Every row and event must have its op and storages in the captured step; counts what has."""
+    graph = captured.graph
+    events = [e for e in plan.events if not isinstance(e, Free)]
+    applied = 0
+    for event in events:
+        storages = event.restores if isinstance(event, Recompute) else (event.storage,)
+        if all(s < len(graph.storages) and _same(plan, graph.storages[s].size_bytes, s) for s in storages):
+            applied += 1
+    ops_fit = all(row.op < len(graph.ops) and row.call == graph.ops[row.op].call for row in plan.rows)
+    if applied != len(events) or not ops_fit or len({row.op for row in plan.rows}) != len(graph.ops):
+        raise PlanMismatch(
+            f"{applied} of {len(events)} swaps and recomputes can be applied to this step", where="events",
+            hint="the plan file was edited or is for another step; compile it again",
+        )  # fmt: skip
+
+
+def _same(plan: Plan, size_bytes: int, storage: int) -> bool:
+    return storage < len(plan.storages) and plan.storages[storage].size_bytes == size_bytes
+
+
+def device_of(model: torch.nn.Module) -> str:
+    """Type of the device a model lives on, "cpu" for one without parameters."""
+    kinds = {parameter.device.type for parameter in model.parameters()}
+    return sorted(kinds - {"cpu"})[0] if kinds - {"cpu"} else "cpu"
