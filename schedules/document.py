@@ -105,7 +105,7 @@ def parse(text: str) -> Any:
 
 def line_of(text: str, path: Path) -> int | None:
     """The line (from 1) on which the node at `path` starts in a text that `parse` accepts; None if there is none."""
-    events = (e for e in _events(text) if isinstance(e, (yaml.NodeEvent, yaml.CollectionEndEvent)))
+    events: Iterator[Any] = (e for e in _events(text) if isinstance(e, (yaml.NodeEvent, yaml.CollectionEndEvent)))
     node = next(events, None)
     for step in path:
         node = _child(node, step, events)
@@ -132,8 +132,7 @@ def _events(text: str) -> Iterator[Any]:
     try:
         yield from yaml.parse(text, Loader=_LOADER)
     except yaml.MarkedYAMLError as error:
-        assert error.problem_mark is not None, "PyYAML's parser says where"
-        line = int(error.problem_mark.line) + 1
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise DocumentError(f"not valid YAML: {error.problem}", line, "compile the plan again") from error
 
 

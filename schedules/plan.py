@@ -2,8 +2,17 @@
 
 A plan is a sequence of rows, each one execution of a captured op, and of events anchored to *boundaries*: boundary
 `k` is the moment just before row `k`; boundary `len(rows)` is the end of the step. At one boundary things happen in
-this order: frees (`Free.at`, `SwapOut.free`), then allocations (`SwapIn.start`), then waits (`SwapIn.need`).
-Positions, never times, decide what is resident, so memory at every row is an exact integer.
+this order: copies out begin (`SwapOut.start`), frees (`Free.at`, `SwapOut.free`), allocations (`SwapIn.start`), waits
+(`SwapIn.need`). Positions, never times, decide what is resident, so memory at every row is an exact integer:
+
+bytes at row k = what the caller holds + resident storages + storages the row creates + the row's workspace.
+
+- Resident is a storage from the row that creates it, `SwapIn.start` or boundary 0 until `Free.at` or `SwapOut.free`.
+- A recompute creates all its op creates, also beside a copy that still lives; what it does not restore is gone when
+  the row ends, without a `Free`.
+- The batch and constants (kinds `batch`, `constant`) belong to the caller: resident at every row, never freed.
+- The caller may still hold the last step's outputs: every storage of kind `output` that leaves counts once more at
+  every row. Gradients that leave without entering do not: they are dropped before row 0 of the next step.
 """
 
 from __future__ import annotations
@@ -54,8 +63,8 @@ class Promise:
     budget_bytes: int
     eager_peak_bytes: int
     eager_peak_source: Source
-    resting_bytes: int  # resident between two steps
-    spill_bytes: int  # host memory or disk the swapped storages need
+    resting_bytes: int  # resident after boundary len(rows), between two steps
+    spill_bytes: int  # host memory or disk: at least the sum of the sizes of all storages that are ever out
     rss_slack_percent: int  # the process's high-water mark may exceed peak_bytes by this much under the memory policy
     step_us: int
     eager_step_us: int
@@ -141,7 +150,8 @@ Event = SwapOut | SwapIn | Recompute | Free
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A whole plan. `rows[k]` runs k-th; `events` are ordered by boundary, then by kind in the order of `Event`."""
+    """A whole plan. `rows[k]` runs k-th; `storages[k].storage == k`; `events` are ordered by boundary (`start`, `row`,
+    `at`), then by kind in the order of `Event`. Each lane copies in the order of its events."""
 
     subject: Subject
     promise: Promise
