@@ -76,7 +76,7 @@ def plan_profiled(
         solution = solve(problem)
     except InfeasibleBudget as error:
         raise _named(error, graph, budget, budget_bytes) from error
-    plan = emit(graph, profile, problem, solution, workload_name=name, budget_bytes=budget_bytes)
+    plan = emit(graph, profile, problem, solution, workload_name=name)
     watch.stage("check")
     findings = check(plan)
     assert not findings, "the planner wrote a plan the referee rejects:\n" + "\n".join(map(str, findings))

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tensile.compiler.graph import Graph, Op, Storage
+from tensile.compiler.profile import Profile
+
+# a copy costs tens of microseconds before its first byte: below this size it is not worth its place in a lane
+SMALLEST_SWAP_BYTES = 256 * 2**10
+_ROUNDING_BYTES = {"cpu": 1, "cuda": 512}  # what the device's allocator rounds a size up to
+_PHASES = {"forward": 0, "backward": 1, "optimizer": 2}
+_MOVABLE = ("parameter", "buffer", "optimizer_state", "gradient", "activation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,3 +59,56 @@ class Problem:
     out_latency_ns: int
     in_latency_ns: int
     duplex_percent: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dictionaries and lists, for files and other programs."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Problem:
+        """The problem `to_json` wrote."""
+        tuples = {"reads", "writes", "creates", "after", "again_reads", "again_writes"}
+        ops = tuple(ProblemOp(**{k: tuple(v) if k in tuples else v for k, v in op.items()}) for op in data["ops"])
+        storages = tuple(ProblemStorage(**storage) for storage in data["storages"])
+        return Problem(**{**data, "ops": ops, "storages": storages})
+
+
+def build_problem(graph: Graph, profile: Profile, budget_bytes: int, *, margin_percent: int = 85) -> Problem:
+    """The planning problem of a measured graph. Copies are planned at `margin_percent` of the measured bandwidth."""
+    rounding = _ROUNDING_BYTES.get(graph.device.partition(":")[0], 1)
+    storages = tuple(_storage(storage, graph.device, rounding) for storage in graph.storages)
+    held = sum(storages[s.index].size_bytes for s in graph.storages if s.kind == "output" and s.leaves)
+    link = profile.link
+    return Problem(
+        ops=tuple(
+            _op(op, graph, profile.op_ns[op.index], profile.workspace_bytes[op.index]) for op in graph.ops
+        ),
+        storages=storages, budget_bytes=budget_bytes, fixed_bytes=held,
+        out_ps_per_byte=_ps_per_byte(link.out_bytes_per_s, margin_percent),
+        in_ps_per_byte=_ps_per_byte(link.in_bytes_per_s, margin_percent),
+        out_latency_ns=1000 * link.out_latency_us, in_latency_ns=1000 * link.in_latency_us,
+        duplex_percent=link.duplex_percent,
+    )  # fmt: skip
+
+
+def _storage(storage: Storage, device: str, rounding: int) -> ProblemStorage:
+    size = -(-storage.size_bytes // rounding) * rounding if storage.device == device else 0
+    movable = storage.kind in _MOVABLE and not (storage.leaves and not storage.enters)
+    return ProblemStorage(
+        size_bytes=size, enters=storage.enters, leaves=storage.leaves,
+        swappable=movable and size >= SMALLEST_SWAP_BYTES,
+    )  # fmt: skip
+
+
+def _op(op: Op, graph: Graph, time_ns: int, workspace_bytes: int) -> ProblemOp:
+    # statistics of a batch norm: the second run leaves them out
+    skipped = {s for s in op.writes if graph.storages[s].enters} if not op.no_recompute else set()
+    return ProblemOp(
+        time_ns=time_ns, workspace_bytes=workspace_bytes, reads=op.reads, writes=op.writes, creates=op.creates,
+        after=op.after, again_ok=not op.no_recompute, again_reads=tuple(s for s in op.reads if s not in skipped),
+        again_writes=tuple(s for s in op.writes if s not in skipped), phase=_PHASES[op.phase],
+    )  # fmt: skip
+
+
+def _ps_per_byte(bytes_per_s: int, margin_percent: int) -> int:
+    return -(-(10**12) * 100 // (max(1, bytes_per_s) * margin_percent))
