@@ -223,12 +223,16 @@ def _word(name: str, allowed: Any, default: Any = _REQUIRED) -> Field:
 
 
 def _bytes(name: str) -> Field:
-    """A number of bytes on a line of its own, with a comment in words that readers of the file skip."""
-    return Field(name, _read_int, lambda value: f"{value:d}  # {format_bytes(value)}")
+    """A number of bytes on a line of its own, with a comment in words, which readers of the file skip."""
+    return Field(name, _read_int, lambda value: _with_words(value, 1024, format_bytes))
 
 
 def _us(name: str) -> Field:
-    return Field(name, _read_int, lambda value: f"{value:d}  # {format_us(value)}")
+    return Field(name, _read_int, lambda value: _with_words(value, 1000, format_us))
+
+
+def _with_words(value: int, smallest: int, words: Callable[[int], str]) -> str:
+    return f"{value:d}  # {words(value)}" if value >= smallest else f"{value:d}"
 
 
 def _nested(name: str, build: Callable[..., Any], table: Table, indent: str) -> Field:

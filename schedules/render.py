@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from textwrap import wrap
 from typing import Any
 
 from tensile.schedules.findings import Finding, row_name
@@ -46,8 +47,8 @@ class AtPeak:
 def inspect_text(plan: Plan, *, width: int = 100, pattern: str | None = None) -> str:
     """What `tensile inspect` shows, in lines of at most `width` characters (60 or more): a summary on one screen, or
     with a `pattern` (a glob on the call or the module) the rows that match."""
-    lines = _summary(plan, width) if pattern is None else _rows_text(plan, pattern)
     width = max(width, _NARROWEST)
+    lines = _summary(plan, width) if pattern is None else _rows_text(plan, pattern)
     return "\n".join(line if len(line) <= width else f"{line[: width - 1]}…" for line in lines)
 
 
@@ -199,31 +200,36 @@ def _summary(plan: Plan, width: int) -> list[str]:
         ),
         f"the process may take {promise.rss_slack_percent}% more than the peak",
         "",
-        f"memory   {_spark(line, max(width, _NARROWEST) - 9)}",
+        f"memory   {_spark(line, width - 9)}",
         "",
         f"swaps: {len(outs)} copies of {storages} storages, {format_bytes(sum(outs))} out a step",
         *_moved_text(swapped(plan)),
         f"recomputes: {len(again)} rows, {format_us(sum(again) / 1000)} a step",
         *_moved_text(recomputed(plan)),
         "",
-        *_peak_text(plan, line),
+        *_peak_text(plan, line, width),
     ]
     if plan.notes:
-        lines += ["", *(f"note: {note}" for note in plan.notes)]
+        lines.append("")
+    for note in plan.notes:
+        lines += wrap(note, width, initial_indent="note: ", subsequent_indent="  ")
     return lines
 
 
-def _peak_text(plan: Plan, line: Timeline) -> list[str]:
+def _peak_text(plan: Plan, line: Timeline, width: int) -> list[str]:
     row = plan.rows[line.peak_row]
     there = at_row(plan, line.peak_row)
     kinds = {kind: totals[line.peak_row] for kind, totals in line.kind_bytes.items()}
-    kinds_text = ", ".join(
+    parts = [
         f"{kind} {format_bytes(total)}" for kind, total in sorted(kinds.items(), key=lambda item: -item[1]) if total
-    )
+    ]
+    if row.workspace_bytes:
+        parts.append(f"workspace {format_bytes(row.workspace_bytes)}")
+    if line.held_bytes:
+        parts.append(f"outputs the caller holds {format_bytes(line.held_bytes)}")
     return [
         f"peak: {row_name(plan, line.peak_row)} of {len(plan.rows)}, {row.phase}{_from(row.source)}",
-        f"  {kinds_text}, workspace {format_bytes(row.workspace_bytes)}, "
-        f"held by the caller {format_bytes(line.held_bytes)}",
+        *wrap(", ".join(parts), width, initial_indent="  ", subsequent_indent="  "),
         *_table(
             *(
                 (
