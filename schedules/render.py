@@ -33,7 +33,7 @@ class Moved:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtPeak:
     """One storage at the peak. `source` is the line that created it; `state`: held, on its way out or in, again (a
-    copy that a recompute creates and drops), or "held by the caller" for an output of the last step."""
+    copy that a recompute creates and drops), or held by the caller (an output of the last step)."""
 
     storage: int
     name: str
@@ -220,25 +220,23 @@ def _peak_text(plan: Plan, line: Timeline, width: int) -> list[str]:
     row = plan.rows[line.peak_row]
     there = at_row(plan, line.peak_row)
     kinds = {kind: totals[line.peak_row] for kind, totals in line.kind_bytes.items()}
-    parts = [
-        f"{kind} {format_bytes(total)}" for kind, total in sorted(kinds.items(), key=lambda item: -item[1]) if total
-    ]
+    there_now = sorted(((total, kind) for kind, total in kinds.items() if total), reverse=True)
+    parts = [f"{kind} {format_bytes(total)}" for total, kind in there_now]
     if row.workspace_bytes:
         parts.append(f"workspace {format_bytes(row.workspace_bytes)}")
     if line.held_bytes:
         parts.append(f"outputs the caller holds {format_bytes(line.held_bytes)}")
     return [
         f"peak: {row_name(plan, line.peak_row)} of {len(plan.rows)}, {row.phase}{_from(row.source)}",
-        *wrap(", ".join(parts), width, initial_indent="  ", subsequent_indent="  "),
+        *_wrap_parts(parts, width),
         *_table(
             *(
                 (
                     f"  {_share(storage.size_bytes, line.peak_bytes)}",
                     format_bytes(storage.size_bytes),
-                    storage.kind,
+                    storage.kind if storage.state == "held" else f"{storage.kind}, {storage.state}",
                     storage.name,
                     storage.source,
-                    "" if storage.state == "held" else storage.state,
                 )
                 for storage in there[:_TOP_STORAGES]
             ),
@@ -246,6 +244,12 @@ def _peak_text(plan: Plan, line: Timeline, width: int) -> list[str]:
         ),
         *([f"  and {len(there) - _TOP_STORAGES} more"] if len(there) > _TOP_STORAGES else []),
     ]
+
+
+def _wrap_parts(parts: Iterable[str], width: int) -> list[str]:
+    """Parts with commas between, broken only between two parts."""
+    glued = ", ".join(part.replace(" ", "\0") for part in parts)
+    return [text.replace("\0", " ") for text in wrap(glued, width, initial_indent="  ", subsequent_indent="  ")]
 
 
 def _rows_text(plan: Plan, pattern: str) -> list[str]:

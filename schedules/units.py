@@ -8,7 +8,7 @@ from tensile.schedules.errors import TensileError
 
 _BINARY = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _DECIMAL = {"k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*\Z")
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*\Z")
 
 
 def parse_bytes(text: str) -> int:
@@ -25,24 +25,27 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(size_bytes: int) -> str:
-    """Bytes for a person: 1536 -> "1.50 KiB"; four significant digits at most."""
-    size = float(abs(size_bytes))
-    sign = "-" if size_bytes < 0 else ""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{sign}{size:.0f} B" if unit == "B" else f"{sign}{size:.{_digits(size)}f} {unit}"
-        size /= 1024
-    return f"{sign}{size:.{_digits(size)}f} TiB"
+    """Bytes for a person, to three digits: 1536 -> "1.50 KiB"; below 1 KiB exact."""
+    sign, size = ("-" if size_bytes < 0 else ""), abs(size_bytes)
+    if size < 1024:
+        return f"{sign}{size} B"
+    return sign + _scaled(size / 1024, ("KiB", "MiB", "GiB", "TiB"), 1024)
 
 
 def format_us(time_us: float) -> str:
-    """Microseconds for a person: 1300 -> "1.30 ms"."""
-    if time_us < 1000:
-        return f"{time_us:.{_digits(time_us)}f} us"
-    if time_us < 1_000_000:
-        return f"{time_us / 1000:.{_digits(time_us / 1000)}f} ms"
-    return f"{time_us / 1_000_000:.{_digits(time_us / 1_000_000)}f} s"
+    """Microseconds for a person, to three digits: 1300 -> "1.30 ms"."""
+    return _scaled(time_us, ("us", "ms", "s"), 1000)
 
 
-def _digits(value: float) -> int:
-    return 2 if value < 10 else 1 if value < 100 else 0
+def _scaled(value: float, units: tuple[str, ...], step: int) -> str:
+    for unit in units[:-1]:
+        if round(value) < step:
+            return f"{_three_digits(value)} {unit}"
+        value /= step
+    return f"{_three_digits(value)} {units[-1]}"
+
+
+def _three_digits(value: float) -> str:
+    if round(value, 2) < 10:
+        return f"{value:.2f}"
+    return f"{value:.1f}" if round(value, 1) < 100 else f"{value:.0f}"
