@@ -87,7 +87,7 @@ def compile_command(
     from tensile.compiler.pipeline import plan_profiled, profile_workload
     from tensile.compiler.profile_cache import default_cache_dir
     from tensile.runtime.lanes import measure_link
-    from tensile.runtime.memory import device_of
+    from tensile.runtime.bind import device_of
 
     wanted = parse_budget(budget)
     path = output or Path(Path(model.partition(":")[0]).stem + ".plan.yaml")

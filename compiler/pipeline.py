@@ -51,7 +51,7 @@ def profile_workload(
     watch.stage("eager step")
     eager = measure_eager(workload, captured.graph)
     watch.stage("measure")
-    profile = measure(captured, link=link, eager=eager, cache_dir=cache_dir, repeats=repeats, progress=watch.tick)
+    profile = measure(captured, workload, link=link, eager=eager, cache_dir=cache_dir, repeats=repeats, progress=watch.tick)
     return captured, profile
 
 

@@ -12,6 +12,9 @@ from tensile.compiler.simulate import simulate
 from tensile.compiler.solution import Run, Solution
 from tensile.schedules.errors import InfeasibleBudget
 
+# shares of the plan-free peak at which smaller budgets are tried as well: the greedy is a heuristic, and the plan of a
+# smaller budget may be the faster one
+_RUNGS = tuple(round(0.94**k, 4) for k in range(1, 28))
 _STEP_SHARE = 400  # budgets are searched to 1/400 of the distance from the floor to the plan without swaps
 
 
@@ -51,7 +54,8 @@ def touched_bytes(problem: Problem) -> list[int]:
 
 
 def _planned(ordered: Problem) -> Solution | None:
-    """The plan without swaps where it fits, else the greedy's, at this budget or the next smaller one that is faster."""
+    """The plan without swaps where it fits, else the fastest of the greedy's at this budget and at fixed smaller ones,
+    so that more budget is not slower than any rung below it."""
     runs = tuple(Run(op=op) for op in range(len(ordered.ops)))
     plain = simulate(ordered, runs, ())
     if plain.peak_bytes <= ordered.budget_bytes:
@@ -59,7 +63,18 @@ def _planned(ordered: Problem) -> Solution | None:
             runs=runs, swaps=(), planner="order", step_ns=plain.step_ns, peak_bytes=plain.peak_bytes,
             peak_run=plain.peak_run,
         )  # fmt: skip
-    return greedy(ordered)
+    best = greedy(ordered)
+    for share in _RUNGS:
+        rung = int(plain.peak_bytes * share)
+        if rung >= ordered.budget_bytes:
+            continue
+        if best is None or rung < ordered.budget_bytes // 2 or best.step_ns <= plain.step_ns:
+            break
+        found = greedy(replace(ordered, budget_bytes=rung))
+        if found is None:
+            break
+        best = min(best, found, key=lambda solution: (solution.step_ns, -solution.peak_bytes))
+    return best
 
 
 def _smallest(ordered: Problem) -> int:

@@ -6,6 +6,7 @@ Checked on 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 import contextlib
+import logging
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,7 +105,7 @@ def trace(function: Callable[..., Any], inputs: list[Any], mode: FakeTensorMode)
 
     `inputs` are fake tensors and symbols of `mode`; the function receives these very objects.
     """
-    with _autocast_cache_kept(), _whole_stacks(), fx_traceback.preserve_node_meta(), mode:
+    with _autocast_cache_kept(), _whole_stacks(), quiet(), fx_traceback.preserve_node_meta(), mode:
         return proxy_tensor.make_fx(
             function, decomposition_table={}, tracing_mode="real", _allow_non_fake_inputs=False, record_stack_traces=True
         )(*inputs)
@@ -124,6 +125,18 @@ def _autocast_cache_kept() -> Iterator[None]:
     finally:
         proxy_tensor.disable_autocast_cache = old
         torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Leave out torch's remark on every branch that known values decide; facts.py keeps them as checks."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager

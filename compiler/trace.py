@@ -78,7 +78,7 @@ def find_steady_state(workload: Workload, *, values: bool) -> Steady:
     """
     mode = torch_private.fake_mode(values=values)
     run = _Run(workload, mode, Steady(state={}, gradients=frozenset()), born=False)
-    with mode:
+    with torch_private.quiet(), mode:
         return run.after_one_step()
 
 
