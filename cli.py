@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tensile._version import __version__
-from tensile.schedules import codec, render
+from tensile.schedules import codec
 from tensile.schedules.check import check as referee
 from tensile.schedules.errors import TensileError
 from tensile.schedules.units import format_bytes, format_us, parse_bytes

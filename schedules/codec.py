@@ -147,7 +147,7 @@ def _refuse_dangling(plan: Plan) -> None:
     storages, rows = len(plan.storages), len(plan.rows)
     for k, storage in enumerate(plan.storages):
         if storage.storage != k:
-            raise Fault(f"expected {k}, the place of the line in the list, found {storage.storage}",
+            raise Fault(f"expected {k}, its place in the list, found {storage.storage}",
                         "storages", k, "storage")  # fmt: skip
     for k, row in enumerate(plan.rows):
         for key in ("reads", "writes", "creates"):

@@ -1,0 +1,418 @@
+"""Plan files: what is written is read back, the same plan gives the same bytes, and a bad file says what, where, why."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_strategies import plans
+from tensile import __version__
+from tensile.schedules import codec, document
+from tensile.schedules.errors import PlanFileError
+from tensile.schedules.plan import Plan, SwapIn, SwapOut
+
+SCHEDULES = Path(codec.__file__).parent
+EXAMPLES = sorted(SCHEDULES.glob("*.yaml"))
+SWAP = (SCHEDULES / "swap.yaml").read_text()
+
+AGAIN = "compile the plan again"
+WROTE = "give a file that `tensile compile` wrote"
+INTS = "from 0 to 2**63 - 1"
+
+# ---- round trip
+
+
+@given(plans())
+@settings(max_examples=150, deadline=None)
+def test_a_plan_written_and_read_is_the_same_plan(plan: Plan) -> None:
+    assert codec.loads(codec.dumps(plan)) == plan
+
+
+@given(plans())
+@settings(max_examples=50, deadline=None)
+def test_the_same_plan_gives_the_same_bytes(plan: Plan) -> None:
+    text = codec.dumps(plan)
+    assert codec.dumps(plan) == text
+    assert codec.dumps(codec.loads(text)) == text
+
+
+@given(plans())
+@settings(max_examples=50, deadline=None)
+def test_any_yaml_reader_finds_the_same_values(plan: Plan) -> None:
+    tree = yaml.safe_load(codec.dumps(plan))
+    assert tree["subject"]["workload"] == plan.subject.workload
+    assert tree["notes"] == list(plan.notes)
+    assert [row.get("module", "") for row in tree["rows"]] == [row.module for row in plan.rows]
+    assert [row["call"] for row in tree["rows"]] == [row.call for row in plan.rows]
+    assert [storage["size_bytes"] for storage in tree["storages"]] == [s.size_bytes for s in plan.storages]
+    assert [storage["name"] for storage in tree["storages"]] == [s.name for s in plan.storages]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_read_and_written_byte_for_byte(path: Path) -> None:
+    assert codec.dumps(codec.read(path)).encode() == path.read_bytes()
+
+
+def test_there_are_four_examples() -> None:
+    assert [path.stem for path in EXAMPLES] == ["chain", "recompute", "residual", "swap"]
+
+
+def test_the_file_starts_with_the_version_and_ends_with_the_end_mark() -> None:
+    lines = SWAP.splitlines()
+    assert lines[0] == 'tensile: "1.0"'
+    assert lines[-1] == "..."
+    assert SWAP.endswith("\n")
+    assert "\r" not in SWAP
+
+
+def test_one_more_swap_is_two_more_lines() -> None:
+    plan = codec.loads(SWAP)
+    events = (
+        *plan.events,
+        SwapOut(storage=1, start=11, free=11, begin_us=21, end_us=22),
+        SwapIn(storage=1, start=11, need=11, begin_us=22, end_us=23),
+    )
+    before, after = set(SWAP.splitlines()), codec.dumps(replace(plan, events=events)).splitlines()
+    assert [line for line in after if line not in before] == [
+        "- {swap_out: 1, start: 11, free: 11, begin_us: 21, end_us: 22}",
+        "- {swap_in: 1, start: 11, need: 11, begin_us: 22, end_us: 23}",
+    ]
+
+
+def test_a_file_may_be_commented_and_have_windows_line_ends() -> None:
+    text = "\ufeff# made for the blog post\n\n" + SWAP.replace("notes:", "# why:\nnotes:") + "\n# done\n"
+    assert codec.loads(text.replace("\n", "\r\n")) == codec.loads(SWAP)
+
+
+def test_text_that_utf8_cannot_hold_is_refused_when_written() -> None:
+    plan = codec.loads(SWAP)
+    with pytest.raises(PlanFileError) as caught:
+        codec.dumps(replace(plan, notes=("caf\udce9.py",)))
+    assert str(caught.value) == (
+        "error: no plan file can hold 'caf\\udce9.py': it has no UTF-8 form\n"
+        "help: rename the file or module it comes from"
+    )
+
+
+# ---- bad files: (what was done to swap.yaml, the old text, the new, what is wrong, the line, what to do)
+
+BAD: list[tuple[str, str, str, str, int, str]] = [
+    ("bool for a number", "start: 2,", "start: true,",
+     "expected int, found bool at events[0].start", 58, AGAIN),
+    ("yes for a number", "start: 2,", "start: yes,",
+     "expected int, found bool at events[0].start", 58, AGAIN),
+    ("text for a number", "free: 6,", "free: six,",
+     "expected int, found str at events[0].free", 58, AGAIN),
+    ("a number in quotes", "free: 6,", 'free: "6",',
+     "expected int, found str at events[0].free", 58, AGAIN),
+    ("a float", "end_us: 10}", "end_us: 10.5}",
+     "expected int, found float at events[4].end_us", 62, AGAIN),
+    ("not a number", "peak_bytes: 1808", "peak_bytes: .nan",
+     "expected int, found float at promise.peak_bytes", 12, AGAIN),
+    ("infinity", "budget_bytes: 1850", "budget_bytes: .inf",
+     "expected int, found float at promise.budget_bytes", 14, AGAIN),
+    ("nothing", "peak_row: 10", "peak_row:",
+     "expected int, found null at promise.peak_row", 13, AGAIN),
+    ("hexadecimal", "peak_row: 10", "peak_row: 0xA",
+     "expected int, found int that is not decimal at promise.peak_row", 13, AGAIN),
+    ("octal", "peak_row: 10", "peak_row: 012",
+     "expected int, found int that is not decimal at promise.peak_row", 13, AGAIN),
+    ("underscores", "size_bytes: 4,", "size_bytes: 4_000,",
+     "expected int, found int that is not decimal at storages[7].size_bytes", 36, AGAIN),
+    ("minutes and seconds", "step_us: 21", "step_us: 1:30",
+     "expected int, found int that is not decimal at promise.step_us", 20, AGAIN),
+    ("negative", "size_bytes: 4,", "size_bytes: -4,",
+     f"expected an int {INTS}, found -4 at storages[7].size_bytes", 36, AGAIN),
+    ("too large", "size_bytes: 4,", "size_bytes: 9223372036854775808,",
+     f"expected an int {INTS}, found a larger one at storages[7].size_bytes", 36, AGAIN),
+    ("far too large", "size_bytes: 4,", f"size_bytes: {'9' * 10_000},",
+     f"expected an int {INTS}, found a larger one at storages[7].size_bytes", 36, AGAIN),
+    ("a number for text", 'torch: "2.14.1"', "torch: 2.14",
+     "expected str, found float at subject.fingerprint.torch", 6, "put text in quotes"),
+    ("a date for text", "device: cpu", "device: 2026-01-31",
+     "expected str, found date at subject.fingerprint.device", 7, "put text in quotes"),
+    ("a list for text", "device: cpu", "device: [cpu]",
+     "expected str, found list at subject.fingerprint.device", 7, AGAIN),
+    ("text for a bool", "enters: true, starts", 'enters: "true", starts',
+     "expected bool, found str at storages[2].enters", 31, AGAIN),
+    ("text for a list", "shape: [50]}", "shape: 50}",
+     "expected list, found int at storages[4].shape", 33, AGAIN),
+    ("text in a list", "shape: [50]}", "shape: [50, x]}",
+     "expected int, found str at storages[4].shape[1]", 33, AGAIN),
+    ("a mapping for a list", "notes:\n", "notes: {}\nnote:\n",
+     "expected list, found mapping at notes", 25, AGAIN),
+    ("an unknown word", "kind: output", "kind: result",
+     "expected one of parameter, buffer, optimizer_state, gradient, batch, constant, activation, output, "
+     "found 'result' at storages[7].kind", 36, AGAIN),
+    ("an unknown phase", "phase: optimizer, module: \"0\"", "phase: update, module: \"0\"",
+     "expected one of forward, backward, optimizer, found 'update' at rows[10].phase", 55, AGAIN),
+    ("an unknown key", "peak_row: 10", "peak_row: 10\n  peek_row: 10",
+     "unknown key at promise.peek_row", 14, "remove it, or compile the plan again"),
+    ("an unknown key in a row", "op: 2, call", "op: 2, cost: 1, call",
+     "unknown key at rows[2].cost", 47, "remove it, or compile the plan again"),
+    ("a missing key", "  planner: hand\n", "",
+     "missing key planner at promise", 12, AGAIN),
+    ("a missing section", "notes:", "nodes:",
+     "missing key notes", 1, AGAIN),
+    ("a missing key in an event", ", need: 8", "",
+     "missing key need at events[4]", 62, AGAIN),
+    ("a duplicate key", "peak_row: 10", "peak_row: 10\n  peak_row: 11",
+     "duplicate key peak_row", 14, "remove one of the two"),
+    ("a duplicate key in a line", "start: 2,", "start: 2, start: 3,",
+     "duplicate key start", 58, "remove one of the two"),
+    ("an unknown event", "swap_out: 5", "swap_off: 5",
+     "expected one of the keys swap_out, swap_in, recompute, free at events[0]", 58, AGAIN),
+    ("two events in one", "{free: [4], at: 2}", "{free: [4], at: 2, recompute: 3}",
+     "missing key restores at events[1]", 59, AGAIN),
+    ("an event that is a list", "{free: [4], at: 2}", "[4, 2]",
+     "expected mapping, found list at events[1]", 59, AGAIN),
+    ("a storage that is not there", "swap_out: 5", "swap_out: 14",
+     "no storage 14, the last is 13, at events[0].swap_out", 58, AGAIN),
+    ("a storage a row cannot read", "reads: [3, 6], creates: [7]", "reads: [3, 60], creates: [7]",
+     "no storage 60, the last is 13, at rows[3].reads", 48, AGAIN),
+    ("a boundary behind the end", "at: 11}", "at: 12}",
+     "no boundary 12, the last is 11, at events[10].at", 68, AGAIN),
+    ("a row behind the end", "peak_row: 10", "peak_row: 11",
+     "no row 11, the last is 10, at promise.peak_row", 13, AGAIN),
+    ("a storage in another place", "storage: 3, name", "storage: 4, name",
+     "expected 3, its place in the list, found 4 at storages[3].storage", 32, AGAIN),
+    ("an anchor", "shape: [50]}", "shape: &s [50]}",
+     "anchor &s is not allowed", 33, "write the value out"),
+    ("an alias", "shape: [50]}", "shape: *s}",
+     "alias *s is not allowed", 33, "write the value out"),
+    ("a Python object", "device: cpu", "device: !!python/object/apply:os.system [ls]",
+     "tag tag:yaml.org,2002:python/object/apply:os.system is not allowed", 7,
+     "a plan holds text, whole numbers, true and false only"),
+    ("a merge key", "peak_row: 10", "<<: {}\n  peak_row: 10",
+     "expected a key, found merge key", 13, "keys are words"),
+    ("a number as key", "peak_row: 10", "10: peak_row",
+     "expected a key, found int", 13, "keys are words"),
+    ("a list as key", "peak_row: 10", "? [peak_row]\n  : 10",
+     "expected a key, found list", 13, "keys are words"),
+    ("deep nesting", "shape: [50]}", f"shape: {'[' * 50}{']' * 50}}}",
+     "nested deeper than 8 levels", 33, "a plan nests five levels"),
+    ("a second document", "events:", "---\nevents:",
+     "a second document starts", 57, "one file holds one plan"),
+    ("a bell", "device: cpu", "device: \acpu",
+     "character U+0007 is not allowed", 7, "remove it"),
+    ("a tab", "  peak_row: 10", "\tpeak_row: 10",
+     "not valid YAML: found character that cannot start any token", 13, AGAIN),
+    ("a line torn in half", "- {swap_out: 5, start: 2,", "- {swap_out: 5, start",
+     "not valid YAML: did not find expected ',' or '}'", 58, AGAIN),
+    ("a newer format", 'tensile: "1.0"', 'tensile: "2.0"',
+     f"plan format 2.0, but this tensile {__version__} reads 1.x at tensile", 1,
+     "use a tensile that reads format 2.x, or compile the plan again with this one"),
+    ("no version", 'tensile: "1.0"', 'tensile: "one"',
+     "expected a version such as 1.0, found 'one' at tensile", 1, AGAIN),
+    ("a version that is a number", 'tensile: "1.0"', "tensile: 1.0",
+     "expected str, found float at tensile", 1, "put text in quotes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "what", "line", "hint"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
+def test_a_bad_file_names_the_key_the_line_and_the_remedy(old: str, new: str, what: str, line: int, hint: str) -> None:
+    assert SWAP.count(old), "the table fits the example"
+    with pytest.raises(PlanFileError) as caught:
+        codec.loads(SWAP.replace(old, new, 1), name="swap.yaml")
+    assert str(caught.value) == f"error: {what}\n  at swap.yaml:{line}\nhelp: {hint}"
+
+
+WHOLE: list[tuple[str, str, str, str]] = [
+    ("empty", "", "the file is empty", WROTE),
+    ("blank", "\n \n", "the file is empty", WROTE),
+    ("another kind of file", "name: ci\non: push\n", "not a plan: the first key is not tensile", WROTE),
+    ("JSON", '{"tensile": "1.0"}', "not a plan: the first key is not tensile", WROTE),
+    ("a list", "- tensile: 1\n...\n", "not a plan: the first key is not tensile", WROTE),
+    ("keys in another order", "notes: []\n" + SWAP, "not a plan: the first key is not tensile", WROTE),
+    ("cut short between lines", SWAP[: SWAP.index("events:")], "the file is cut short: its last line is not ...", AGAIN),
+    ("cut short in a line", SWAP[:-100], "the file is cut short: its last line is not ...", AGAIN),
+]
+
+
+@pytest.mark.parametrize(("text", "what", "hint"), [row[1:] for row in WHOLE], ids=[row[0] for row in WHOLE])
+def test_what_is_not_a_whole_plan_is_refused(text: str, what: str, hint: str) -> None:
+    with pytest.raises(PlanFileError) as caught:
+        codec.loads(text, name="p.yaml")
+    assert str(caught.value) == f"error: {what}\n  at p.yaml\nhelp: {hint}"
+
+
+def test_a_top_level_that_is_not_a_mapping_is_refused() -> None:
+    with pytest.raises(PlanFileError, match="expected mapping, found str"):
+        codec.loads("tensile:1\n...\n")
+
+
+def test_an_unknown_key_of_a_newer_minor_version_asks_for_an_upgrade() -> None:
+    text = SWAP.replace('"1.0"', '"1.3"')
+    assert codec.loads(text) == codec.loads(SWAP), "what is known is read"
+    with pytest.raises(PlanFileError) as caught:
+        codec.loads(text.replace("peak_row: 10", "peak_row: 10\n  energy_j: 3"), name="p.yaml")
+    assert str(caught.value) == (
+        "error: unknown key at promise.energy_j\n  at p.yaml:14\n"
+        f"help: a newer tensile wrote this plan: upgrade from {__version__}"
+    )
+
+
+@given(st.integers(0, len(SWAP) - 5))
+@settings(max_examples=200, deadline=None)
+def test_a_file_cut_anywhere_is_never_taken_for_a_plan(length: int) -> None:
+    with pytest.raises(PlanFileError):
+        codec.loads(SWAP[:length])
+
+
+@given(st.integers(0, len(SWAP) - 1), st.text(st.characters(codec="utf-8"), max_size=3), st.integers(0, 5))
+@settings(max_examples=400, deadline=None)
+def test_a_damaged_file_is_a_plan_or_an_error_for_the_user(at: int, new: str, drop: int) -> None:
+    try:
+        codec.loads(SWAP[:at] + new + SWAP[at + drop :])
+    except PlanFileError as error:
+        assert error.what
+        assert error.where
+        assert error.hint
+
+
+def test_a_bomb_of_aliases_is_refused_before_it_grows() -> None:
+    bomb = 'tensile: "1.0"\na0: &a0 [x, x]\n'
+    bomb += "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 60)) + "...\n"
+    with pytest.raises(PlanFileError, match="anchor &a0 is not allowed"):
+        codec.loads(bomb)
+
+
+def test_a_million_open_brackets_are_refused_without_a_crash() -> None:
+    with pytest.raises(PlanFileError, match="nested deeper than 8 levels"):
+        codec.loads('tensile: "1.0"\nx: ' + "[" * 1_000_000 + "\n...\n")
+
+
+def test_the_python_parser_reads_the_same_where_libyaml_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document, "_LOADER", yaml.SafeLoader)
+    assert codec.loads(SWAP) == codec.read(SCHEDULES / "swap.yaml")
+
+
+# ---- files
+
+
+def test_a_saved_plan_is_read_back(tmp_path: Path) -> None:
+    plan = codec.loads(SWAP)
+    codec.save(plan, tmp_path / "a.yaml")
+    assert codec.read(tmp_path / "a.yaml") == plan
+    assert (tmp_path / "a.yaml").read_text() == SWAP
+    assert [path.name for path in tmp_path.iterdir()] == ["a.yaml"]
+
+
+def test_a_saved_plan_has_the_usual_permissions(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        codec.save(codec.loads(SWAP), tmp_path / "a.yaml")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a.yaml").stat().st_mode) == 0o644
+
+
+def test_saving_through_a_link_changes_the_file_it_points_at(tmp_path: Path) -> None:
+    (tmp_path / "real.yaml").write_text("old")
+    (tmp_path / "link.yaml").symlink_to("real.yaml")
+    codec.save(codec.loads(SWAP), tmp_path / "link.yaml")
+    assert (tmp_path / "link.yaml").is_symlink()
+    assert (tmp_path / "real.yaml").read_text() == SWAP
+
+
+@pytest.mark.parametrize("broken", ["fsync", "replace"])
+def test_a_failed_save_keeps_the_old_file_and_leaves_nothing(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "a.yaml").write_text("old")
+    monkeypatch.setattr(os, broken, fail)
+    with pytest.raises(PlanFileError) as caught:
+        codec.save(codec.loads(SWAP), tmp_path / "a.yaml")
+    assert str(caught.value) == (
+        "error: cannot write the plan: No space left on device\n"
+        f"  at {tmp_path / 'a.yaml'}\nhelp: choose another file"
+    )
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.yaml", "old")]
+
+
+def test_an_interrupted_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        codec.save(codec.loads(SWAP), tmp_path / "a.yaml")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_into_a_missing_folder_says_so(tmp_path: Path) -> None:
+    with pytest.raises(PlanFileError, match="cannot write the plan: No such file or directory"):
+        codec.save(codec.loads(SWAP), tmp_path / "none" / "a.yaml")
+
+
+def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:
+    with pytest.raises(PlanFileError) as caught:
+        codec.read(tmp_path / "a.yaml")
+    assert str(caught.value) == (
+        f"error: cannot read the plan: No such file or directory\n  at {tmp_path / 'a.yaml'}\nhelp: check the path"
+    )
+
+
+def test_a_folder_is_not_a_plan(tmp_path: Path) -> None:
+    with pytest.raises(PlanFileError, match="cannot read the plan: Is a directory"):
+        codec.read(tmp_path)
+
+
+def test_bytes_that_are_not_text_are_refused_with_their_line(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(SWAP.encode().replace(b"notes:", b"notes: \xff"))
+    with pytest.raises(PlanFileError) as caught:
+        codec.read(tmp_path / "a.yaml")
+    assert str(caught.value) == f"error: not UTF-8 text\n  at {tmp_path / 'a.yaml'}:25\nhelp: {WROTE}"
+
+
+def test_a_huge_file_is_refused_without_reading_it_all(tmp_path: Path) -> None:
+    huge = tmp_path / "huge.yaml"
+    with huge.open("wb") as file:
+        file.truncate(2**34)
+    tracemalloc.start()
+    try:
+        with pytest.raises(PlanFileError) as caught:
+            codec.read(huge, largest_bytes=2**20)
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
+    assert str(caught.value) == f"error: larger than any plan: over 1.00 MiB\n  at {huge}\nhelp: {WROTE}"
+
+
+def test_a_device_that_never_ends_is_refused() -> None:
+    with pytest.raises(PlanFileError, match="larger than any plan"):
+        codec.read("/dev/zero", largest_bytes=2**20)
+
+
+def test_an_error_in_a_file_names_the_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(SWAP.replace("start: 2,", "start: true,"))
+    with pytest.raises(PlanFileError) as caught:
+        codec.read(tmp_path / "a.yaml")
+    assert str(caught.value) == (
+        f"error: expected int, found bool at events[0].start\n  at {tmp_path / 'a.yaml'}:58\nhelp: {AGAIN}"
+    )
+
+
+def test_the_text_does_not_depend_on_the_process() -> None:
+    code = "import sys, hashlib; from tensile.schedules import codec; " \
+           "print(hashlib.sha256(codec.dumps(codec.read(sys.argv[1])).encode()).hexdigest())"  # fmt: skip
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", code, str(SCHEDULES / "swap.yaml")],
+            env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(seen) == 1
