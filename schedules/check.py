@@ -116,16 +116,14 @@ def _references(plan: Plan) -> Iterator[Finding]:
 def _sizes(plan: Plan) -> Iterator[Finding]:
     for k, storage in enumerate(plan.storages):
         if storage.size_bytes < 0:
-            yield Finding(
-                "sizes", f"storages[{k}].size_bytes", f"{storage_name(plan, k)} has {storage.size_bytes} bytes"
-            )
+            message = f"{storage_name(plan, k)} has {storage.size_bytes} bytes"
+            yield Finding("sizes", f"storages[{k}].size_bytes", message)
     for k, row in enumerate(plan.rows):
         if row.workspace_bytes < 0:
-            yield Finding(
-                "sizes", f"rows[{k}].workspace_bytes", f"{row_name(plan, k)} needs {row.workspace_bytes} bytes"
-            )
+            message = f"{row_name(plan, k)} needs {row.workspace_bytes} bytes"
+            yield Finding("sizes", f"rows[{k}].workspace_bytes", message)
         if row.time_ns < 0:
-            yield Finding("sizes", f"rows[{k}].time_ns", f"{row.time_ns} ns are less than none")
+            yield Finding("sizes", f"rows[{k}].time_ns", f"{row_name(plan, k)} takes {row.time_ns} ns")
 
 
 def _events(plan: Plan) -> Iterator[Finding]:
@@ -245,15 +243,11 @@ def _host(plan: Plan) -> Iterator[Finding]:
     out |= {s.storage for s in plan.storages if s.starts == "out"}
     needed = sum(plan.storages[storage].size_bytes for storage in out)
     if plan.promise.spill_bytes < needed:
-        message = (
-            f"{len(out)} storages are out at some time and need {needed} bytes, {plan.promise.spill_bytes} are promised"
-        )
+        message = f"{len(out)} storages are ever out and need {needed} bytes; {plan.promise.spill_bytes} are promised"
         yield Finding("spill", "promise.spill_bytes", message)
 
 
 def _budget(plan: Plan) -> Iterator[Finding]:
     if plan.promise.peak_bytes > plan.promise.budget_bytes:
-        message = (
-            f"the promised peak of {plan.promise.peak_bytes} bytes is over the budget of {plan.promise.budget_bytes}"
-        )
+        message = f"the promised peak, {plan.promise.peak_bytes} bytes, is over the budget, {plan.promise.budget_bytes}"
         yield Finding("budget", "promise.budget_bytes", message)

@@ -126,14 +126,14 @@ def _read_list(read: Callable[[Any], _T], value: Any) -> tuple[_T, ...]:
 
 
 def _read_event(value: Any) -> Event:
-    """An event from a mapping whose kind is the key that names one. Raises Fault."""
+    """An event from a mapping whose first key says which kind it is. Raises Fault."""
     if type(value) is not dict:
         raise Fault(f"expected mapping, found {kind_of(value)}")
-    for kind, (build, table) in _EVENTS.items():
-        if kind in value:
-            event: Event = read_record(build, table, value)
-            return event
-    raise Fault(f"expected one of the keys {', '.join(_EVENTS)}")
+    kind = next(iter(value), "nothing")
+    if kind not in _EVENTS:
+        raise Fault(f"expected {', '.join(_EVENTS)} as the first key, found {kind}")
+    event: Event = read_record(*_EVENTS[kind], value)
+    return event
 
 
 def _write_event(event: Event) -> str:

@@ -52,12 +52,12 @@ class _Walker:
         self.needs: dict[int, list[int]] = defaultdict(list)
         for k, event in enumerate(plan.events):
             match event:
-                case SwapOut() if event.start <= event.free:
+                case SwapOut():
                     self.out_starts[event.start].append(k)
-                    self.frees[event.free].append(k)
-                case SwapIn() if event.start <= event.need:
+                    self.frees[max(event.start, event.free)].append(k)
+                case SwapIn():
                     self.in_starts[event.start].append(k)
-                    self.needs[event.need].append(k)
+                    self.needs[max(event.start, event.need)].append(k)
                 case Free():
                     self.frees[event.at].append(k)
 
@@ -74,7 +74,8 @@ class _Walker:
             elif isinstance(event, SwapOut) and self.leaving.get(event.storage) == k:
                 del self.leaving[event.storage]
                 self.host[event.storage] = self.contents[event.storage]
-                self._drop(event.storage)
+                if self.where[event.storage] != "absent":
+                    self._drop(event.storage)
         for k in self.in_starts[boundary]:
             yield from self._begin_in(k)
         for k in self.needs[boundary]:
@@ -89,17 +90,18 @@ class _Walker:
         storage, name, at = event.storage, storage_name(self.plan, event.storage), f"events[{k}]"
         if storage in self.leaving:
             yield Finding("swap_out", at, f"{name} is being copied out by events[{self.leaving[storage]}] already")
-        elif self.where[storage] == "arriving":
+            return
+        if self.where[storage] == "arriving":
             yield Finding("swap_out", at, f"{name} is still being copied in at boundary {event.start}")
         elif self.where[storage] == "absent":
             yield Finding("swap_out", at, f"{name} is not resident at boundary {event.start}")
-        else:
-            self.leaving[storage] = k
+        self.leaving[storage] = k
 
     def _free(self, k: int, storage: int) -> Iterator[Finding]:
         name, at = storage_name(self.plan, storage), f"events[{k}].free"
         if storage in self.leaving:
             yield Finding("free", at, f"{name} is still being copied out by events[{self.leaving.pop(storage)}]")
+            self.host[storage] = self.contents[storage]
         if self.where[storage] == "absent":
             yield Finding("free", at, f"{name} is not resident")
             return
@@ -140,17 +142,15 @@ class _Walker:
         for storage in touched:
             yield from self._touch(k, row, storage, again)
         kept = self.restores.get(k, set()) & set(row.creates) if again else set(row.creates)
-        for storage in row.creates:
-            if storage in kept and self.where[storage] != "absent":
-                message = f"{row_name(self.plan, k)} creates {storage_name(self.plan, storage)}, which is there already"
-                yield Finding("create", f"rows[{k}].creates", message)
-                kept.discard(storage)
         dropped_bytes = 0
         for storage in row.creates:
-            if storage in kept:
-                self._take(storage)
-            elif again:
+            if storage not in kept:
                 dropped_bytes += self.plan.storages[storage].size_bytes
+            elif self.where[storage] == "absent":
+                self._take(storage)
+            else:
+                message = f"{row_name(self.plan, k)} creates {storage_name(self.plan, storage)}, which is there already"
+                yield Finding("create", f"rows[{k}].creates", message)
         self.row_bytes.append(self.held_bytes + self.resident_bytes + dropped_bytes + row.workspace_bytes)
         for storage in (*kept, *row.writes):
             self.contents[storage] = row.op
@@ -184,8 +184,6 @@ class _Walker:
     def _boundary(self) -> Iterator[Finding]:
         for storage, row in enumerate(self.plan.storages):
             name, at = storage_name(self.plan, storage), f"storages[{storage}]"
-            if storage in self.leaving:
-                yield Finding("boundary", at, f"{name} is still being copied out at the end of the step")
             if row.kind in ("batch", "constant"):
                 continue
             there = self.where[storage] != "absent"

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import strategies as st
+from plan_breaks import BREAKS
 from tensile.schedules.plan import (
     Event,
     Fingerprint,
@@ -29,7 +31,9 @@ from tensile.schedules.plan import (
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 WORDS = st.one_of(
-    st.sampled_from(["", "h.0.attn", "h.1.mlp", "model.py:31 in forward", "yes", "null", "1.5", "0x10", "a: b", "- c", "~"]),
+    st.sampled_from(
+        ["", "h.0.attn", "h.1.mlp", "model.py:31 in forward", "yes", "null", "1.5", "0x10", "a: b", "- c", "~"]
+    ),
     st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
 )
 SIZES = st.one_of(st.integers(0, 9), st.integers(0, 2**40))
@@ -204,7 +208,7 @@ def _draw_recompute(draw: Draw, step: Step) -> None:
     choices = []
     for storage in step.storages:
         touches = _touches(step, storage.storage)
-        for before, after in zip(touches, touches[1:], strict=False):
+        for before, after in pairwise(touches):
             chain = _chain(step, storage.storage, before, after)
             if chain is not None and storage.storage not in step.births(step.runs[after]):
                 choices.append((after, chain))
@@ -244,7 +248,9 @@ def _touches(step: Step, storage: int) -> list[int]:
 
 
 def _draw_moves(draw: Draw, step: Step) -> tuple[list[Event], set[int]]:
-    events: list[Event] = [Recompute(row=k, restores=r.restores) for k, r in enumerate(step.runs) if r.restores is not None]
+    events: list[Event] = [
+        Recompute(row=k, restores=r.restores) for k, r in enumerate(step.runs) if r.restores is not None
+    ]
     frees: dict[int, set[int]] = {}
     starts_out: set[int] = set()
     end = len(step.runs)
@@ -388,40 +394,3 @@ def _plan(draw: Draw, rows: tuple[OpRow, ...], storages: tuple[StorageRow, ...],
         events=events,
         notes=tuple(draw(st.lists(WORDS, max_size=2))),
     )
-
-
-# ---- one break each, always wrong
-
-
-def _without(plan: Plan, k: int) -> Plan:
-    return replace(plan, events=plan.events[:k] + plan.events[k + 1 :])
-
-
-def _promise(plan: Plan, **changes: int) -> Plan:
-    return replace(plan, promise=replace(plan.promise, **changes))
-
-
-def _each(kind: type[Event], breaks: Callable[[Plan, int], Plan]) -> Callable[[Plan], list[Plan]]:
-    return lambda plan: [breaks(plan, k) for k, event in enumerate(plan.events) if isinstance(event, kind)]
-
-
-def _twice(plan: Plan, k: int) -> Plan:
-    return replace(plan, events=(*plan.events[: k + 1], *plan.events[k:]))
-
-
-BREAKS: dict[str, Callable[[Plan], list[Plan]]] = {
-    "peak one higher": lambda plan: [_promise(plan, peak_bytes=plan.promise.peak_bytes + 1)],
-    "rest one higher": lambda plan: [_promise(plan, resting_bytes=plan.promise.resting_bytes + 1)],
-    "budget one below the peak": lambda plan: [_promise(plan, budget_bytes=plan.promise.peak_bytes - 1)],
-    "a free forgotten": _each(Free, _without),
-    "a free twice": _each(Free, _twice),
-    "a swap-out forgotten": _each(SwapOut, _without),
-    "a swap-in forgotten": _each(SwapIn, _without),
-    "a swap-in twice": _each(SwapIn, _twice),
-    "a recompute forgotten": _each(Recompute, _without),
-    "a recompute twice": _each(Recompute, _twice),
-    "the last op never run": lambda plan: [
-        replace(plan, rows=tuple(replace(r, op=r.op + 1) if r.op == max(x.op for x in plan.rows) else r for r in plan.rows))
-    ],
-    "an op run again": lambda plan: [replace(plan, rows=(*plan.rows, plan.rows[-1]))],
-}
