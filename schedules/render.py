@@ -192,7 +192,7 @@ def _summary(plan: Plan, width: int) -> list[str]:
                 format_us(promise.step_us),
                 format_us(promise.eager_step_us),
                 promise.eager_step_source,
-                f"{_share(promise.step_us, promise.eager_step_us)} of eager",
+                f"{_overhead(plan):+.1%} for swaps and recomputes",
             ),
             ("at rest", format_bytes(promise.resting_bytes), "", "", "between two steps"),
             ("spill", format_bytes(promise.spill_bytes), "", "", "host memory or disk"),
@@ -336,6 +336,12 @@ def _fold(module: str) -> str:
 
 def _from(source: str) -> str:
     return f", {source}" if source else ""
+
+
+def _overhead(plan: Plan) -> float:
+    """How much longer the step takes than its ops once each."""
+    once_ns = sum({row.op: row.time_ns for row in plan.rows}.values())
+    return 1000 * plan.promise.step_us / once_ns - 1 if once_ns else 0.0
 
 
 def _share(part: int, whole: int) -> str:

@@ -74,7 +74,7 @@ def test_a_plan_with_anything_changed_is_judged_without_a_crash(plan: Plan, data
 
 
 def changed(plan: Plan, **parts: Any) -> Plan:
-    """The plan with changes to rows, storages or events, rows={3: {"op": 4}}, its memory promises kept; then to those."""
+    """The plan with changes such as rows={3: {"op": 4}} and the memory promises it then keeps; last, to its promise."""
     promise = parts.pop("promise", {})
     for part, changes in parts.items():
         items = list(getattr(plan, part))
