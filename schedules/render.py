@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
+from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
 from tensile.schedules.findings import Finding, row_name
-from tensile.schedules.plan import Free, OpRow, Plan, Recompute, SwapIn, SwapOut
-from tensile.schedules.timeline import Timeline, resident_at, timeline
+from tensile.schedules.plan import Free, Plan, Recompute, SwapIn, SwapOut
+from tensile.schedules.tally import Moved, at_row, by_module, matching, recomputed, swapped
+from tensile.schedules.timeline import Timeline, timeline
 from tensile.schedules.units import format_bytes, format_us
 
 _BARS = "▁▂▃▄▅▆▇█"
 _NARROWEST = 60
 _TOP_STORAGES = 8
 _TOP_MODULES = 6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
-    """What happens to one module's storages in a step: how often, how many bytes, and the time of the runs."""
-
-    module: str
-    count: int
-    size_bytes: int
-    time_us: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AtPeak:
-    """One storage at the peak. `source` is the line that created it; `state`: held, on its way out or in, again (a
-    copy that a recompute creates and drops), or held by the caller (an output of the last step)."""
-
-    storage: int
-    name: str
-    kind: str
-    size_bytes: int
-    module: str
-    source: str
-    state: str
 
 
 def inspect_text(plan: Plan, *, width: int = 100, pattern: str | None = None) -> str:
@@ -110,62 +86,6 @@ def gate(plan: Plan, max_peak_bytes: int) -> Finding | None:
     )
 
 
-def swapped(plan: Plan) -> tuple[Moved, ...]:
-    """Copies out in a step by the module that owns the storage, most bytes first."""
-    modules = _modules(plan)
-    return _by_module(
-        (modules[event.storage], plan.storages[event.storage].size_bytes, 0)
-        for event in plan.events
-        if isinstance(event, SwapOut)
-    )
-
-
-def recomputed(plan: Plan) -> tuple[Moved, ...]:
-    """Second runs in a step by the module of the op; bytes are those that come back to life."""
-    return _by_module(
-        (
-            plan.rows[event.row].module,
-            sum(plan.storages[storage].size_bytes for storage in event.restores),
-            plan.rows[event.row].time_ns,
-        )
-        for event in plan.events
-        if isinstance(event, Recompute)
-    )
-
-
-def at_row(plan: Plan, row: int) -> tuple[AtPeak, ...]:
-    """Every storage that takes device memory at `row`, the largest first."""
-    creators = _creators(plan)
-    modules = _modules(plan)
-    states = [(stay.storage, "again" if stay.again else _STATES[stay.purpose]) for stay in resident_at(plan, row)]
-    states += [(s.storage, "held by the caller") for s in plan.storages if s.kind == "output" and s.leaves]
-    found = []
-    for index, state in states:
-        storage = plan.storages[index]
-        found.append(
-            AtPeak(
-                storage=index,
-                name=storage.name,
-                kind=storage.kind,
-                size_bytes=storage.size_bytes,
-                module=modules[index],
-                source=creators[index].source if index in creators else "",
-                state=state,
-            )
-        )
-    return tuple(sorted(found, key=lambda storage: -storage.size_bytes))
-
-
-def matching(plan: Plan, pattern: str) -> tuple[int, ...]:
-    """Rows whose call or module matches a glob such as `*attn*`."""
-    return tuple(
-        k for k, row in enumerate(plan.rows) if fnmatchcase(row.call, pattern) or fnmatchcase(row.module, pattern)
-    )
-
-
-_STATES = {"compute": "held", "out": "on its way out", "in": "on its way in"}
-
-
 def _summary(plan: Plan, width: int) -> list[str]:
     line = timeline(plan)
     promise, print_ = plan.promise, plan.subject.fingerprint
@@ -192,7 +112,7 @@ def _summary(plan: Plan, width: int) -> list[str]:
                 format_us(promise.step_us),
                 format_us(promise.eager_step_us),
                 promise.eager_step_source,
-                f"{_overhead(plan):+.1%} for swaps and recomputes",
+                f"{_overhead(plan)} for swaps and recomputes",
             ),
             ("at rest", format_bytes(promise.resting_bytes), "", "", "between two steps"),
             ("spill", format_bytes(promise.spill_bytes), "", "", "host memory or disk"),
@@ -200,9 +120,10 @@ def _summary(plan: Plan, width: int) -> list[str]:
         ),
         f"the process may take {promise.rss_slack_percent}% more than the peak",
         "",
-        f"memory   {_spark(line, width - 9)}",
+        f"memory   {_spark(plan, line, width - 9)}",
         "",
         f"swaps: {len(outs)} copies of {storages} storages, {format_bytes(sum(outs))} out a step",
+        *_wrap_parts(_swapped_kinds(plan), width),
         *_moved_text(swapped(plan)),
         f"recomputes: {len(again)} rows, {format_us(sum(again) / 1000)} a step",
         *_moved_text(recomputed(plan)),
@@ -285,49 +206,32 @@ def _happenings(plan: Plan) -> dict[int, list[str]]:
     return words
 
 
-def _moved_text(moved: Iterable[Moved]) -> list[str]:
+def _moved_text(moved: tuple[Moved, ...]) -> list[str]:
     """Modules with their numbers folded (h.*.attn), most bytes first."""
-    folded = _by_module((_fold(m.module), m.size_bytes, 1000 * m.time_us, m.count) for m in moved)
+    folded = by_module((_fold(m.module), m.size_bytes, 1000 * m.time_us, m.count) for m in moved)
+    members = Counter(_fold(m.module) for m in moved)
+    timed = any(m.time_us for m in moved)
     rows = [
-        (f"  {m.count} x", m.module or "outside the model", format_bytes(m.size_bytes), format_us(m.time_us))
+        (
+            f"  {m.count} x",
+            f"{m.module or 'outside the model'}{f' ({members[m.module]} modules)' if members[m.module] > 1 else ''}",
+            format_bytes(m.size_bytes),
+            format_us(m.time_us) if timed else "",
+        )
         for m in folded[:_TOP_MODULES]
     ]
-    if not any(m.time_us for m in folded):
-        rows = [(*row[:3], "") for row in rows]
     more = len(folded) - _TOP_MODULES
     return [*_table(*rows, numeric=(0, 2, 3)), *([f"  and {more} more modules"] if more > 0 else [])]
 
 
-def _by_module(items: Iterable[tuple[str, int, int] | tuple[str, int, int, int]]) -> tuple[Moved, ...]:
-    """Items are (module, bytes, nanoseconds) and, when one stands for several, how many."""
-    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-    for module, size_bytes, time_ns, *count in items:
-        total = sums[module]
-        total[0] += count[0] if count else 1
-        total[1] += size_bytes
-        total[2] += time_ns
-    moved = (
-        Moved(module=module, count=count, size_bytes=size_bytes, time_us=round(time_ns / 1000))
-        for module, (count, size_bytes, time_ns) in sums.items()
-    )
-    return tuple(sorted(moved, key=lambda m: (-m.size_bytes, -m.count, m.module)))
-
-
-def _creators(plan: Plan) -> dict[int, OpRow]:
-    creators: dict[int, OpRow] = {}
-    for row in plan.rows:
-        for storage in row.creates:
-            creators.setdefault(storage, row)
-    return creators
-
-
-def _modules(plan: Plan) -> list[str]:
-    """The module of each storage: of the op that creates it, or the one a parameter or its state is named after."""
-    creators = _creators(plan)
-    return [
-        creators[s.storage].module if s.storage in creators else s.name.partition("/")[0].rpartition(".")[0]
-        for s in plan.storages
-    ]
+def _swapped_kinds(plan: Plan) -> list[str]:
+    """Of what kinds the bytes are that are copied out, the most first."""
+    kinds: dict[str, int] = defaultdict(int)
+    for event in plan.events:
+        if isinstance(event, SwapOut):
+            storage = plan.storages[event.storage]
+            kinds[storage.kind] += storage.size_bytes
+    return [f"{kind} {format_bytes(kinds[kind])}" for kind in sorted(kinds, key=lambda kind: (-kinds[kind], kind))]
 
 
 def _fold(module: str) -> str:
@@ -338,23 +242,30 @@ def _from(source: str) -> str:
     return f", {source}" if source else ""
 
 
-def _overhead(plan: Plan) -> float:
+def _overhead(plan: Plan) -> str:
     """How much longer the step takes than its ops once each."""
     once_ns = sum({row.op: row.time_ns for row in plan.rows}.values())
-    return 1000 * plan.promise.step_us / once_ns - 1 if once_ns else 0.0
+    more = 1000 * plan.promise.step_us / once_ns - 1 if once_ns else 0.0
+    return f"{round(100 * more, 1) + 0.0:+.1f}%"
 
 
 def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.0f}%" if whole else "-"
 
 
-def _spark(line: Timeline, width: int) -> str:
-    """Bytes over the rows, the most in each stretch, from none to the peak."""
-    count = len(line.total_bytes)
-    width = min(width, count)
+def _spark(plan: Plan, line: Timeline, width: int) -> str:
+    """Bytes over the expected time of the rows, the most in each stretch, from none to the peak."""
+    total_ns = sum(row.time_ns for row in plan.rows)
+    width = min(width, len(plan.rows))
+    most = [0] * width
+    begin_ns = 0
+    for k, row in enumerate(plan.rows):
+        first, last = (ns * width // total_ns if total_ns else 0 for ns in (begin_ns, begin_ns + row.time_ns))
+        for place in range(min(first, width - 1), min(last, width - 1) + 1):
+            most[place] = max(most[place], line.total_bytes[k])
+        begin_ns += row.time_ns
     peak = max(line.peak_bytes, 1)
-    stretches = (line.total_bytes[i * count // width : (i + 1) * count // width] for i in range(width))
-    return "".join(_BARS[max(stretch) * (len(_BARS) - 1) // peak] for stretch in stretches)
+    return "".join(_BARS[level * (len(_BARS) - 1) // peak] for level in most)
 
 
 def _table(*rows: tuple[str, ...], numeric: tuple[int, ...]) -> list[str]:

@@ -112,7 +112,7 @@ HEAVY = "sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'or
     [
         "import tensile",
         "import tensile.schedules",
-        "from tensile.schedules import check, codec, document, fields, findings, plan, render, timeline, units, walk",
+        *sorted(f"import {name}" for name in MODULES if room_of(name) == "schedules"),
         "from tensile import cli",
     ],
 )

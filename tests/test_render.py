@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from plan_strategies import plans
 from tensile.schedules import codec, render
 from tensile.schedules.plan import Plan
+from tensile.schedules.tally import matching, swapped
 from tensile.schedules.timeline import timeline
 
 SCHEDULES = Path(codec.__file__).parent
@@ -36,7 +37,8 @@ the process may take 0% more than the peak
 memory   ▅▆▆▆▆▇▇▇▇▇█
 
 swaps: 2 copies of 2 storages, 600 B out a step
-  2 x  *  600 B
+  optimizer_state 400 B, activation 200 B
+  2 x  * (2 modules)  600 B
 recomputes: 0 rows, 0.00 us a step
 
 peak: row 10 (aten._fused_sgd_.default in 0) of 11, optimizer, swap.py:12 in step
@@ -82,7 +84,7 @@ def test_a_pattern_shows_the_rows_that_match_with_their_memory_and_events() -> N
 
 
 def test_a_pattern_may_match_the_module() -> None:
-    assert render.matching(example("chain"), "2") == (2, 5, 6, 7)
+    assert matching(example("chain"), "2") == (2, 5, 6, 7)
 
 
 def test_a_pattern_that_matches_nothing_says_so() -> None:
@@ -92,7 +94,7 @@ def test_a_pattern_that_matches_nothing_says_so() -> None:
 def test_a_summary_names_what_is_recomputed_by_module() -> None:
     lines = render.inspect_text(example("recompute")).split("\n")
     at = lines.index("recomputes: 2 rows, 2.00 us a step")
-    assert lines[at + 1] == "  2 x  *  200 B  2.00 us"
+    assert lines[at + 1] == "  2 x  * (2 modules)  200 B  2.00 us"
 
 
 def test_json_has_exact_numbers_and_every_module() -> None:
@@ -120,7 +122,7 @@ def test_the_storages_at_the_peak_and_the_workspace_add_up_to_it(plan: Plan) -> 
 
 
 def test_a_parameter_that_is_swapped_belongs_to_the_module_it_is_named_after() -> None:
-    assert [(moved.module, moved.count, moved.size_bytes) for moved in render.swapped(example("swap"))] == [
+    assert [(moved.module, moved.count, moved.size_bytes) for moved in swapped(example("swap"))] == [
         ("0", 1, 400),
         ("1", 1, 200),
     ]
@@ -151,4 +153,4 @@ def test_the_gate_opens_exactly_at_the_peak(plan: Plan) -> None:
 def test_numbered_modules_are_told_together(name: str) -> None:
     plan = example("recompute")
     rows = tuple(replace(row, module=name if row.op == 0 else "h.3.attn") for row in plan.rows)
-    assert "  2 x  h.*.attn  200 B  2.00 us" in render.inspect_text(replace(plan, rows=rows)).split("\n")
+    assert "  2 x  h.*.attn (2 modules)  200 B  2.00 us" in render.inspect_text(replace(plan, rows=rows)).split("\n")
