@@ -14,7 +14,7 @@ from typing import Any
 
 from tensile._version import __version__
 from tensile.schedules import document, fields
-from tensile.schedules.document import DocumentError, kind_of
+from tensile.schedules.document import DocumentError, kind_of, shown
 from tensile.schedules.errors import PlanFileError
 from tensile.schedules.fields import AGAIN, Fault, read_record, read_text
 from tensile.schedules.plan import Free, Plan, Recompute, SwapIn, SwapOut
@@ -126,7 +126,7 @@ def _read_version(tree: Any) -> bool:
         raise fault.under("tensile") from None
     match = _VERSION.match(version)
     if not match:
-        raise Fault(f"expected a version such as {FORMAT}, found {version!r}", "tensile")
+        raise Fault(f"expected a version such as {FORMAT}, found '{shown(version)}'", "tensile")
     ours = _VERSION.match(FORMAT)
     assert ours is not None
     if match[1] != ours[1]:
@@ -178,5 +178,7 @@ def _refuse_outside(numbers: tuple[int, ...], count: int, noun: str, *path: str 
 
 def _path_text(path: document.Path) -> str:
     """A key path as a person writes it: events[3].start."""
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    text = ""
+    for step in path:
+        text += f"[{step}]" if isinstance(step, int) else f".{shown(step)}"
     return text.removeprefix(".")

@@ -92,7 +92,7 @@ def parse(text: str) -> Any:
                 if type(value) is not str:
                     raise _fault(event, f"expected a key, found {kind_of(value)}", "keys are words")
                 if value in parent:
-                    raise _fault(event, f"duplicate key {value}", "remove one of the two")
+                    raise _fault(event, f"duplicate key {shown(value)}", "remove one of the two")
                 keys[-1] = value
             else:
                 parent[keys[-1]] = value
@@ -118,6 +118,11 @@ def kind_of(value: object) -> str:
         return value.kind
     names = {dict: "mapping", list: "list", str: "str", bool: "bool", int: "int"}
     return names[type(value)]
+
+
+def shown(text: str) -> str:
+    """Text from a file as a message may show it: escaped, 60 characters at most."""
+    return repr(text)[1:-1] if len(text) <= 60 else f"{repr(text[:60])[1:-1]}…"
 
 
 class _NoKey:
@@ -184,11 +189,13 @@ def _skip(node: Any, events: Iterator[Any]) -> None:
 
 
 def _not_allowed(event: Any) -> DocumentError:
+    hint = "write the value out"
     if isinstance(event, yaml.AliasEvent):
-        return _fault(event, f"alias *{event.anchor} is not allowed", "write the value out")
+        return _fault(event, f"alias *{shown(str(event.anchor))} is not allowed", hint)
     if event.anchor is not None:
-        return _fault(event, f"anchor &{event.anchor} is not allowed", "write the value out")
-    return _fault(event, f"tag {event.tag} is not allowed", "a plan holds text, whole numbers, true and false only")
+        return _fault(event, f"anchor &{shown(event.anchor)} is not allowed", hint)
+    hint = "a plan holds text, whole numbers, true and false only"
+    return _fault(event, f"tag {shown(event.tag)} is not allowed", hint)
 
 
 def _fault(event: Any, what: str, hint: str) -> DocumentError:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
-from tensile.schedules.document import Path, kind_of
+from tensile.schedules.document import Path, kind_of, shown
 from tensile.schedules.errors import PlanFileError
 from tensile.schedules.plan import (
     Event,
@@ -131,7 +131,7 @@ def _read_event(value: Any) -> Event:
         raise Fault(f"expected mapping, found {kind_of(value)}")
     kind = next(iter(value), "nothing")
     if kind not in _EVENTS:
-        raise Fault(f"expected {', '.join(_EVENTS)} as the first key, found {kind}")
+        raise Fault(f"expected {', '.join(_EVENTS)} as the first key, found {shown(kind)}")
     event: Event = read_record(*_EVENTS[kind], value)
     return event
 
@@ -216,7 +216,7 @@ def _word(name: str, allowed: Any, default: Any = _REQUIRED) -> Field:
     def read_word(value: Any) -> str:
         text = read_text(value)
         if text not in words:
-            raise Fault(f"expected one of {', '.join(words)}, found {text!r}")
+            raise Fault(f"expected one of {', '.join(words)}, found '{shown(text)}'")
         return text
 
     return Field(name, read_word, _write_text, default)

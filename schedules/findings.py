@@ -19,12 +19,17 @@ class Finding:
         return f"{self.rule}: {self.message} at {self.where}"
 
 
+def printable(text: str) -> str:
+    """Text from a plan file, safe for a terminal: what is not printable becomes U+FFFD."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
 def row_name(plan: Plan, row: int) -> str:
     """A row in words: row 12 (aten.mm.default in h.0.attn)."""
     op = plan.rows[row]
-    return f"row {row} ({op.call} in {op.module})" if op.module else f"row {row} ({op.call})"
+    return printable(f"row {row} ({op.call} in {op.module})" if op.module else f"row {row} ({op.call})")
 
 
 def storage_name(plan: Plan, storage: int) -> str:
     """A storage in words: storage 3 (h.0.attn/mm.2)."""
-    return f"storage {storage} ({plan.storages[storage].name})"
+    return printable(f"storage {storage} ({plan.storages[storage].name})")

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
-from tensile.schedules.findings import Finding, row_name
+from tensile.schedules.findings import Finding, printable, row_name
 from tensile.schedules.plan import Free, Plan, Recompute, SwapIn, SwapOut
 from tensile.schedules.tally import Moved, at_row, by_module, matching, recomputed, swapped
 from tensile.schedules.timeline import Timeline, timeline
@@ -25,6 +25,7 @@ def inspect_text(plan: Plan, *, width: int = 100, pattern: str | None = None) ->
     with a `pattern` (a glob on the call or the module) the rows that match."""
     width = max(width, _NARROWEST)
     lines = _summary(plan, width) if pattern is None else _rows_text(plan, pattern)
+    lines = [printable(line) for line in lines]
     return "\n".join(line if len(line) <= width else f"{line[: width - 1]}…" for line in lines)
 
 
@@ -73,7 +74,7 @@ def gate(plan: Plan, max_peak_bytes: int) -> Finding | None:
         return None
     row = plan.rows[line.peak_row]
     largest = ", ".join(
-        f"{storage.name} ({storage.kind}, {format_bytes(storage.size_bytes)}{_from(storage.source)})"
+        f"{printable(storage.name)} ({storage.kind}, {format_bytes(storage.size_bytes)}{_from(storage.source)})"
         for storage in at_row(plan, line.peak_row)[:3]
     )
     over = format_bytes(line.peak_bytes - max_peak_bytes)
@@ -239,7 +240,7 @@ def _fold(module: str) -> str:
 
 
 def _from(source: str) -> str:
-    return f", {source}" if source else ""
+    return f", {printable(source)}" if source else ""
 
 
 def _overhead(plan: Plan) -> str:

@@ -188,6 +188,11 @@ BAD: list[tuple[str, str, str, str, int, str]] = [
      "no row 11, the last is 10, at promise.peak_row", 0, AGAIN),
     ("a storage in another place", "storage: 3, name", "storage: 4, name",
      "expected 3, its place in the list, found 4 at storages[3].storage", 0, AGAIN),
+    ("a word that would not end and turns the screen red", "kind: output", f'kind: "\\e[31m{"x" * 1000}"',
+     "expected one of parameter, buffer, optimizer_state, gradient, batch, constant, activation, output, "
+     f"found '\\x1b[31m{'x' * 55}…' at storages[7].kind", 0, AGAIN),
+    ("a key like that", "peak_row: 10", f'peak_row: 10\n  "\\e[31m{"x" * 100}": 1',
+     f"unknown key at promise.\\x1b[31m{'x' * 55}…", 1, "remove it, or compile the plan again"),
     ("an anchor", "shape: [50]}", "shape: &s [50]}",
      "anchor &s is not allowed", 0, "write the value out"),
     ("an alias", "shape: [50]}", "shape: *s}",

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_strategies import plans
 from tensile.schedules import codec, render
+from tensile.schedules.check import check
 from tensile.schedules.plan import Plan
 from tensile.schedules.tally import matching, swapped
 from tensile.schedules.timeline import timeline
@@ -154,3 +155,15 @@ def test_numbered_modules_are_told_together(name: str) -> None:
     plan = example("recompute")
     rows = tuple(replace(row, module=name if row.op == 0 else "h.3.attn") for row in plan.rows)
     assert "  2 x  h.*.attn (2 modules)  200 B  2.00 us" in render.inspect_text(replace(plan, rows=rows)).split("\n")
+
+
+def test_a_name_from_a_file_cannot_command_the_terminal() -> None:
+    plan = example("swap")
+    rude = "\x1b[2J\r\nname"
+    storages = tuple(replace(storage, name=rude) for storage in plan.storages)
+    rows = tuple(replace(row, source=rude, module=rude) for row in plan.rows)
+    plan = replace(plan, storages=storages, rows=rows, notes=(rude,))
+    texts = [render.inspect_text(plan), render.inspect_text(plan, pattern="*"), str(render.gate(plan, 0))]
+    texts += [finding.message for finding in check(replace(plan, events=plan.events[1:]))]
+    assert len(texts) > 3
+    assert all(line.isprintable() for text in texts for line in text.split("\n"))
