@@ -215,6 +215,8 @@ FAULTS: list[tuple[str, Plan, list[str]]] = [
      ["ops: op 0 is aten.mm.default in row 0 at rows[8].call"]),
     ("more reads in the second run", changed(RECOMPUTE, rows={8: {"reads": (0, 2, 3)}}),
      ["ops: row 8 (aten.mm.default in 0) touches what its first run did not at rows[8]"]),
+    ("more writes in the second run", changed(RECOMPUTE, rows={8: {"writes": (3,)}}),
+     ["ops: row 8 (aten.mm.default in 0) touches what its first run did not at rows[8]"]),
     ("other storages in the second run", changed(RECOMPUTE, rows={9: {"creates": (5,)}}),
      ["ops: row 9 (aten.relu_.default in 1) creates other storages than its first run at rows[9].creates",
       "create: storage 5 (2/mm.0) is created by ops 1 and 2 at storages[5]"]),
@@ -256,6 +258,10 @@ FAULTS: list[tuple[str, Plan, list[str]]] = [
     ("out when touched, said once", with_events(SWAP, drop=(4, 6), add=(free(9, 10),)),
      ["resident: row 8 (aten.threshold_backward.default in 1) touches storage 5 (1/relu.0), "
       "which is not resident at rows[8]"]),
+    ("out when touched, twice", with_events(RECOMPUTE, drop=(1, 6), add=(free(5, 4), free(10, 4), free(11, 9))),
+     ["resident: row 5 (aten.mm.default in 2) touches storage 4 (0/mm.0), which is not resident at rows[5]",
+      "resident: row 10 (aten.threshold_backward.default in 1) touches storage 4 (0/mm.0), "
+      "which is not resident at rows[10]"]),
     # free
     ("freed twice", with_events(CHAIN, add=(free(3, 4),)),
      ["free: storage 4 (0/mm.0) is not resident at events[1].free"]),
@@ -295,6 +301,13 @@ FAULTS: list[tuple[str, Plan, list[str]]] = [
     # caller
     ("the batch freed", with_events(CHAIN, drop=(6,), add=(free(11, 2, 12),)),
      ["caller: storage 2 (batch[0]) is the caller's; a plan may not move it at events[6]"]),
+    ("a batch that does not enter", changed(CHAIN, storages={2: {"enters": False}}),
+     ["caller: storage 2 (batch[0]) is the caller's and does not start the step resident at storages[2]",
+      "boundary: storage 2 (batch[0]) does not enter the step but starts resident at storages[2].starts",
+      "order: row 0 (aten.mm.default in 0) finds storage 2 (batch[0]) empty, "
+      "in captured order as it entered the step at rows[0]",
+      "order: row 9 (aten.mm.default in 0) finds storage 2 (batch[0]) empty, "
+      "in captured order as it entered the step at rows[9]"]),
     ("the batch away at the start", changed(replace(SWAP, events=(back(2, 0, 0, 0, 1), *SWAP.events)),
                                             storages={2: {"starts": "out", "leaves": True}}),
      ["caller: storage 2 (batch[0]) is the caller's and does not start the step resident at storages[2]",
