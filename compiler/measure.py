@@ -1,75 +1,72 @@
-"""Op times and workspaces, measured one op at a time on made-up tensors of exactly its layouts.
+"""The profile of a captured step: op times and workspaces by distinct op, measured inside the step or one by one.
 
-Measuring needs one op's memory, never the model's. Ops of equal key share a measurement, and what the cache knows is
-not measured again.
+Ops of equal key share a measurement, and what the cache knows is not measured again.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
+import platform
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-
-from tensile.compiler.allocator import allocated_peak
+from tensile.compiler.alone import created_bytes, measure_alone
 from tensile.compiler.capture import Captured
-from tensile.compiler.eager import Eager
+from tensile.compiler.clock import clock_of
+from tensile.compiler.eager import Eager, model_eager_peak
 from tensile.compiler.graph import Graph, Op
-from tensile.compiler.in_place import time_in_place
+from tensile.compiler.headroom import fits
+from tensile.compiler.in_step import time_in_step
 from tensile.compiler.profile import Link, Profile
 from tensile.compiler.profile_cache import Measured, ProfileCache
-from tensile.compiler.program import Call, Program, Ref
+from tensile.compiler.program import Program
+from tensile.compiler.snapshot import generators_kept
 from tensile.compiler.workload import Workload
 
-_LEAST_S = 0.02  # cheap ops are repeated at least this long
-_MOST_REPEATS = 200
-_FALLBACK_BYTES_PER_S = 4 * 10**9  # memory traffic assumed for an op that cannot be run alone
+_ASSUMED_BYTES_PER_S = 4 * 10**9  # memory traffic of an op that cannot be run alone
+
+Progress = Callable[[int, int, str], None]
 
 
 def measure(
     captured: Captured, workload: Workload, *, link: Link, eager: Eager, cache_dir: Path | None, repeats: int = 5,
-    progress: Callable[[int, int, str], None] | None = None,
+    setting: str = "", progress: Progress | None = None,
 ) -> Profile:  # fmt: skip
-    """The profile of a captured step on this device: medians over at least `repeats` runs of every distinct op.
+    """The profile of a captured step on this device: medians over `repeats` runs, by distinct op.
 
-    Times are taken inside the step where it fits (in_place.py), else from ops alone. The user's tensors are not touched, nor is the random generator.
+    A step that fits is run op by op, in turn with the user's own, so that both are timed under the same conditions; of
+    one that does not, the new ops are run alone on made-up tensors of their layouts. `cache_dir=None` keeps nothing.
+    `setting` names what else the times depend on, such as a malloc policy of this process; settings are cached apart,
+    and the eager time is then the one of `eager`, which may have been taken without it.
+    The workload and the generators are bit for bit as before afterwards.
     """
     graph, program = captured.graph, captured.program
+    watch = progress or (lambda _done, _total, _text: None)
     device = device_name(graph.device)
-    cache = ProfileCache(cache_dir, f"{device}, torch {graph.fingerprint.torch}")
-    wanted = {op.key: op for op in reversed(graph.ops)}
-    new = [op for op in graph.ops if wanted[op.key] is op and cache.get(op.key) is None]
-    failed: list[str] = []
-    generator = torch.get_rng_state()
-    try:
-        for done, op in enumerate(new):
-            if progress is not None:
-                progress(done, len(new), op.call)
-            cache.put(op.key, _measured(graph, program, op, repeats, failed))
-    finally:
-        torch.set_rng_state(generator)
-    if new and eager.source == "measured":
-        for key, time_ns in time_in_place(captured, workload).items():
-            cache.put(key, replace(cache[key], time_ns=time_ns))
+    cache = ProfileCache(cache_dir, ", ".join(filter(None, (device, f"torch {torch.__version__}", setting))))
+    distinct = {op.key: op for op in reversed(graph.ops)}
+    in_step = eager.source == "measured" and fits(eager.peak_bytes + _changed_bytes(graph), graph.device)
+    new = [op for op in reversed(distinct.values()) if not _known(cache.get(op.key), in_step)]
+    how, eager_us, estimated = "measured by an earlier compile", eager.step_us, ""
+    if new and in_step:
+        times = time_in_step(captured, workload, repeats=repeats, progress=watch)
+        for key, measured in times.ops.items():
+            cache.put(key, measured)
+        eager_us = eager.step_us if setting else times.eager_us
+        how = f"measured inside the step, {clock_of(graph.device).name}, medians of {times.passes} passes"
+    elif new:
+        how = f"measured one op at a time, {clock_of(graph.device).name}, medians of {repeats} runs or more"
+        estimated = _measure_each(graph, program, new, cache, repeats, watch)
     cache.save()
     found = [cache[op.key] for op in graph.ops]
-    times = tuple(measured.time_ns for measured in found)
-    where = "inside the step" if eager.source == "measured" else "each op alone"
-    source = f"measured {where}, medians; {len(new)} of {len(wanted)} distinct ops new"
-    if failed:
-        source += f"; estimated from their bytes because they cannot run alone: {', '.join(sorted(set(failed)))}"
-    if cache.note:
-        source += f"; {cache.note}"
+    workspace_bytes = tuple(measured.workspace_bytes for measured in found)
+    op_ns = tuple(measured.time_ns for measured in found)
+    peak_bytes = eager.peak_bytes if eager.source == "measured" else model_eager_peak(graph, workspace_bytes)
+    source = f"{how}; {len(new)} of {len(distinct)} distinct ops new"
     return Profile(
-        device_name=device, source=source, op_ns=times,
-        workspace_bytes=tuple(measured.workspace_bytes for measured in found), link=link,
-        eager_step_us=eager.step_us or sum(times) // 1000,
-        eager_peak_bytes=eager.peak_bytes, eager_source=eager.source,
+        device_name=device, source="; ".join(filter(None, (source, estimated, cache.note))), op_ns=op_ns,
+        workspace_bytes=workspace_bytes, link=link, eager_step_us=eager_us or sum(op_ns) // 1000,
+        eager_peak_bytes=peak_bytes, eager_source=eager.source,
     )  # fmt: skip
 
 
@@ -77,58 +74,47 @@ def device_name(device: str) -> str:
     """What the device is called, e.g. "AMD EPYC, 2 threads"."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
-    model = "CPU"
+    model = f"{platform.machine()} CPU"
     try:
         with open("/proc/cpuinfo") as file:
             model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), model)
     except OSError:
         pass
-    return f"{model}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{model}, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def _measured(graph: Graph, program: Program, op: Op, repeats: int, failed: list[str]) -> Measured:
-    call = program.ops[op.index]
-    try:
-        args, kwargs = _made_up(graph, program, call)
-        with torch.no_grad():
-            call.target(*args, **kwargs)
-            times: list[float] = []
-            while len(times) < repeats or (sum(times) < _LEAST_S and len(times) < _MOST_REPEATS):
-                started = time.perf_counter()
-                result = call.target(*args, **kwargs)
-                del result
-                times.append(time.perf_counter() - started)
-            peak, _ = allocated_peak(lambda: call.target(*args, **kwargs))
-    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
-        failed.append(op.call)
-        size = sum(graph.storages[s].size_bytes for s in {*op.reads, *op.writes, *op.creates})
-        return Measured(time_ns=10**9 * size // _FALLBACK_BYTES_PER_S, workspace_bytes=0)
-    created = sum(graph.storages[s].size_bytes for s in op.creates)
-    return Measured(time_ns=int(1e9 * statistics.median(times)), workspace_bytes=max(0, peak - created))
+def _known(measured: Measured | None, in_step: bool) -> bool:
+    """Whether a kept time will do: one taken alone is replaced where the step fits."""
+    return measured is not None and (measured.in_step or not in_step)
 
 
-def _made_up(graph: Graph, program: Program, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments for a call: tensors of the same layout and aliasing, benign values, scalars as at capture."""
-    storages: dict[int, torch.Tensor] = {}
+def _changed_bytes(graph: Graph) -> int:
+    """What the step changes of what it finds: copied before the step is run op by op."""
+    changed = {storage for op in graph.ops for storage in op.writes}
+    return sum(s.size_bytes for s in graph.storages if s.enters and s.index in changed and s.device == graph.device)
 
-    def made(leaf: Any) -> Any:
-        if not isinstance(leaf, Ref):
-            return leaf
-        value = program.values[leaf.value]
-        if value.tensor is None:
-            return 1.0 if value.hint is None else value.hint
-        t = graph.tensors[value.tensor]
-        dtype = getattr(torch, t.dtype)
-        base = storages.get(t.storage)
-        if base is None:
-            size, device = graph.storages[t.storage].size_bytes, graph.storages[t.storage].device
-            base = storages[t.storage] = torch.empty(size, dtype=torch.uint8, device=device)
-            flat = base[: size // dtype.itemsize * dtype.itemsize].view(dtype)
-            flat.fill_(0.5 if dtype.is_floating_point or dtype.is_complex else dtype is torch.bool)
-        empty = torch.empty(0, dtype=dtype, device=base.device)
-        return empty.set_(base.untyped_storage(), t.offset, t.shape, t.stride)
 
-    is_ref = lambda leaf: isinstance(leaf, Ref)  # noqa: E731
-    args = pytree.tree_map(made, call.args, is_leaf=is_ref)
-    kwargs = pytree.tree_map(made, call.kwargs, is_leaf=is_ref)
-    return args, kwargs
+def _measure_each(
+    graph: Graph, program: Program, ops: list[Op], cache: ProfileCache, repeats: int, watch: Progress
+) -> str:  # fmt: skip
+    """Measure ops alone into the cache; returns what had to be estimated, "" if nothing. Estimates are not kept for
+    the next compile, and never zero: memory traffic at an assumed rate, and the outputs once more as workspace."""
+    failed: dict[str, None] = {}
+    with generators_kept():
+        for done, op in enumerate(ops):
+            watch(done, len(ops), op.call)
+            try:
+                cache.put(op.key, measure_alone(graph, program, op, repeats=repeats))
+            except (RuntimeError, ValueError, TypeError, LookupError, AssertionError):
+                failed[op.call] = None
+                cache.assume(op.key, _estimate(graph, op))
+    names = ", ".join(failed)
+    return f"estimated from their bytes, because they cannot run on made-up values: {names}" if failed else ""
+
+
+def _estimate(graph: Graph, op: Op) -> Measured:
+    touched = sum(graph.storages[s].size_bytes for s in {*op.reads, *op.writes, *op.creates})
+    return Measured(
+        time_ns=10**9 * touched // _ASSUMED_BYTES_PER_S + 1000, workspace_bytes=created_bytes(graph, op), in_step=False
+    )

@@ -20,6 +20,22 @@ class Ref:
     value: int
 
 
+def replace_refs(arguments: Any, replacement: Callable[[Ref], Any]) -> Any:
+    """The arguments of a Call with every Ref replaced, those inside lists, tuples, dicts and slices too."""
+    match arguments:
+        case Ref():
+            return replacement(arguments)
+        case list():
+            return [replace_refs(argument, replacement) for argument in arguments]
+        case tuple():
+            return tuple(replace_refs(argument, replacement) for argument in arguments)
+        case dict():
+            return {key: replace_refs(argument, replacement) for key, argument in arguments.items()}
+        case slice(start=start, stop=stop, step=step):
+            return slice(*(replace_refs(argument, replacement) for argument in (start, stop, step)))
+    return arguments
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One call. `results` is a value number when the result is used as it is, or a tuple with one entry per element
