@@ -6,6 +6,7 @@ loop. Both are loaded on first use, so that `import tensile` costs nothing.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from tensile._version import __version__
@@ -14,6 +15,10 @@ from tensile.schedules.errors import TensileError
 if TYPE_CHECKING:
     from tensile.compiler.workload import Workload
     from tensile.runtime.session import PlannedStep, load
+
+# torch reads this once, before its first large tensor: with it, large tensors on the CPU begin on a page of their own
+# and are copied to disk and back without a detour. Set it to 0 beforehand to keep torch's default.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 __all__ = ["PlannedStep", "TensileError", "Workload", "__version__", "load"]
 

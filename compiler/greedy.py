@@ -20,7 +20,6 @@ from tensile.compiler.simulate import simulate
 from tensile.compiler.solution import Run, Solution, Swap
 
 PRICES = (0.0, 0.1, 0.4, 1.0)  # of a swapped byte, as a share of the time its copy back takes
-SMALLEST_RECOMPUTE_BYTES = 64 * 2**10
 _ROUNDS = 6  # of planning for less, when what recomputes need on the way does not fit
 _LONGEST_CHAIN = 60
 
@@ -121,7 +120,7 @@ class _Search:
         found = []
         for storage, touches in enumerate(self.facts.touches):
             facts = self.problem.storages[storage]
-            if self.facts.size[storage] < SMALLEST_RECOMPUTE_BYTES or not touches or (facts.leaves and not facts.enters
+            if self.facts.size[storage] < self.problem.smallest_bytes or not touches or (facts.leaves and not facts.enters
                                                                                      and not facts.swappable):  # fmt: skip
                 continue
             found += [(storage, a, b) for a, b in zip(touches, touches[1:], strict=False) if b - a > 1]

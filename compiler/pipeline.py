@@ -11,7 +11,7 @@ from tensile.compiler.eager import measure_eager
 from tensile.compiler.emit import emit
 from tensile.compiler.graph import Graph
 from tensile.compiler.measure import measure
-from tensile.compiler.problem import build_problem
+from tensile.compiler.problem import SMALLEST_SWAP_BYTES, build_problem
 from tensile.compiler.profile import Link, Profile
 from tensile.compiler.solve import smallest_budget, solve
 from tensile.compiler.workload import Workload
@@ -56,22 +56,24 @@ def profile_workload(
 
 
 def plan_profiled(
-    graph: Graph, profile: Profile, *, name: str, budget: Budget, margin_percent: int = 85, progress: Progress | None = None
+    graph: Graph, profile: Profile, *, name: str, budget: Budget, margin_percent: int = 85,
+    smallest_swap_bytes: int = SMALLEST_SWAP_BYTES, progress: Progress | None = None,
 ) -> Plan:
     """Plan a measured graph for a budget and let the referee judge the result.
 
     `margin_percent`: copies are planned at this share of the measured bandwidth, so that a slower link does not stall.
+    `smallest_swap_bytes`: storages below it stay where they are.
     Raises InfeasibleBudget, with the smallest feasible budget and the op that holds it up.
     """
     watch = progress or Silent()
     watch.stage("plan")
     eager_peak = profile.eager_peak_bytes
     if budget.smallest:
-        floor = build_problem(graph, profile, eager_peak, margin_percent=margin_percent)
+        floor = build_problem(graph, profile, eager_peak, margin_percent=margin_percent, smallest_swap_bytes=smallest_swap_bytes)
         budget_bytes = smallest_budget(floor)
     else:
         budget_bytes = budget.bytes_of(eager_peak)
-    problem = build_problem(graph, profile, budget_bytes, margin_percent=margin_percent)
+    problem = build_problem(graph, profile, budget_bytes, margin_percent=margin_percent, smallest_swap_bytes=smallest_swap_bytes)
     try:
         solution = solve(problem)
     except InfeasibleBudget as error:

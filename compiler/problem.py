@@ -53,6 +53,7 @@ class Problem:
     ops: tuple[ProblemOp, ...]  # in captured order
     storages: tuple[ProblemStorage, ...]
     budget_bytes: int
+    smallest_bytes: int  # storages below it are not worth a decision
     fixed_bytes: int  # always resident and never movable: outputs of the last step the caller still holds
     out_ps_per_byte: int  # link, picoseconds per byte, safety margin included
     in_ps_per_byte: int
@@ -73,17 +74,21 @@ class Problem:
         return Problem(**{**data, "ops": ops, "storages": storages})
 
 
-def build_problem(graph: Graph, profile: Profile, budget_bytes: int, *, margin_percent: int = 85) -> Problem:
-    """The planning problem of a measured graph. Copies are planned at `margin_percent` of the measured bandwidth."""
+def build_problem(
+    graph: Graph, profile: Profile, budget_bytes: int, *, margin_percent: int = 85,
+    smallest_swap_bytes: int = SMALLEST_SWAP_BYTES,
+) -> Problem:  # fmt: skip
+    """The planning problem of a measured graph. Copies are planned at `margin_percent` of the measured bandwidth;
+    storages below `smallest_swap_bytes` are not swapped, those below a quarter of it not recomputed."""
     rounding = _ROUNDING_BYTES.get(graph.device.partition(":")[0], 1)
-    storages = tuple(_storage(storage, graph.device, rounding) for storage in graph.storages)
+    storages = tuple(_storage(storage, graph.device, rounding, smallest_swap_bytes) for storage in graph.storages)
     held = sum(storages[s.index].size_bytes for s in graph.storages if s.kind == "output" and s.leaves)
     link = profile.link
     return Problem(
         ops=tuple(
             _op(op, graph, profile.op_ns[op.index], profile.workspace_bytes[op.index]) for op in graph.ops
         ),
-        storages=storages, budget_bytes=budget_bytes, fixed_bytes=held,
+        storages=storages, budget_bytes=budget_bytes, smallest_bytes=smallest_swap_bytes // 4, fixed_bytes=held,
         out_ps_per_byte=_ps_per_byte(link.out_bytes_per_s, margin_percent),
         in_ps_per_byte=_ps_per_byte(link.in_bytes_per_s, margin_percent),
         out_latency_ns=1000 * link.out_latency_us, in_latency_ns=1000 * link.in_latency_us,
@@ -91,12 +96,12 @@ def build_problem(graph: Graph, profile: Profile, budget_bytes: int, *, margin_p
     )  # fmt: skip
 
 
-def _storage(storage: Storage, device: str, rounding: int) -> ProblemStorage:
+def _storage(storage: Storage, device: str, rounding: int, smallest: int) -> ProblemStorage:
     size = -(-storage.size_bytes // rounding) * rounding if storage.device == device else 0
     movable = storage.kind in _MOVABLE and not (storage.leaves and not storage.enters)
     return ProblemStorage(
         size_bytes=size, enters=storage.enters, leaves=storage.leaves,
-        swappable=movable and size >= SMALLEST_SWAP_BYTES,
+        swappable=movable and size >= smallest,
     )  # fmt: skip
 
 

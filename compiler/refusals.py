@@ -13,7 +13,8 @@
 | TS109 | runs in a distributed wrapper (DDP, FSDP) |
 | TS110 | makes sparse gradients |
 | TS111 | raises an error of its own |
-| TS112 | changes tensors the trace cannot follow |
+| TS112 | passes on a structure of tensors whole |
+| TS113 | updates batch-norm statistics inside a checkpointed region |
 """
 
 from __future__ import annotations

@@ -57,24 +57,27 @@ def forget_values(fake: Any) -> Any:
 
 
 @contextlib.contextmanager
-def checkpointing_neutralised() -> Iterator[None]:
+def checkpointing_neutralised(entered: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
     """torch.utils.checkpoint restores generators in Python, which a graph cannot see: call straight through instead.
 
-    The values are the same; what to recompute is the planner's to choose. Gone: checkpointed models with dropout
-    differ from eager, and the bitwise tests say so.
+    The values are the same; what to recompute is the planner's to choose. `entered` is entered around every
+    checkpointed region. Gone: checkpointed models with dropout differ from eager, and the bitwise tests say so.
     """
     import torch.utils.checkpoint as home
 
     def nothing(*_args: Any, **_kwargs: Any) -> Iterator[None]:
-        yield
+        with entered():
+            yield
 
     class Direct:
         @staticmethod
         def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-            return function(*args)
+            with entered():
+                return function(*args)
 
     def direct(function: Callable[..., Any], args: Any, kwargs: Any, **_options: Any) -> Any:
-        return function(*args, **kwargs)
+        with entered():
+            return function(*args, **kwargs)
 
     replacements = {
         "_checkpoint_impl": direct,  # 2.14

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from tensile.compiler import torch_private
@@ -22,6 +23,7 @@ from tensile.compiler.facts import insert_value_facts
 from tensile.compiler.hypers import FusedCalls, Hyper, group_entries, symbolic_hypers
 from tensile.compiler.live import StateTensor, state_tensors, substituted
 from tensile.compiler.provenance import annotated
+from tensile.compiler.refusals import refuse
 from tensile.compiler.tidy import has_effects
 from tensile.compiler.workload import Workload
 
@@ -136,6 +138,7 @@ class _Run:
     def after_one_step(self) -> Steady:
         with self._running([fake.tensor for fake in self._fakes], [h.symbol for h in self._hypers]) as result:
             result()
+            _require_dense([(name, p.grad) for name, p in self._traced_parameters()])
             optimizer = self._workload.optimizer
             names = self._traced_parameter_names()
             state = {names[id(p)]: dict(entries) for p, entries in optimizer.state.items() if id(p) in names}
@@ -153,6 +156,7 @@ class _Run:
                 leaves, layout["returns"] = pytree.tree_flatten(result())
                 layout["return_count"] = len(leaves)
                 gradients = [(name, p.grad) for name, p in self._traced_parameters()]
+                _require_dense(gradients)
                 layout["gradients"] = tuple((name, gradient is not None) for name, gradient in gradients)
                 reassigned = list(self._reassigned())
                 layout["reassigned"] = tuple((module, key) for module, key, _ in reassigned)
@@ -194,7 +198,7 @@ class _Run:
             _copy_hooks(entry.tensor, held[id(entry.tensor)])
         with (
             _randomness_kept(),
-            torch_private.checkpointing_neutralised(),
+            torch_private.checkpointing_neutralised(_statistics_refused),
             _tracing_denied(),
             substituted(model, optimizer, lambda t: held[id(t)], hypers, state),
             self._zero_grad_noted(model, optimizer),
@@ -269,6 +273,12 @@ def batch_names(workload: Workload) -> list[str]:
     return names
 
 
+def _require_dense(gradients: list[tuple[str, torch.Tensor | None]]) -> None:
+    for name, gradient in gradients:
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise refuse("TS110", "the step makes sparse gradients", where=name, hint="pass sparse=False to the module")
+
+
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:
     """A fake tensor of the same layout, without values, on a storage of its own."""
     fresh = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -291,6 +301,24 @@ def _randomness_kept() -> Iterator[None]:
     finally:
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def _statistics_refused() -> Iterator[None]:
+    """Inside, a batch norm that updates its statistics is refused: eager checkpointing updates them twice a step."""
+
+    def look(module: torch.nn.Module, _args: Any) -> None:
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training and module.track_running_stats:
+            raise refuse(
+                "TS113", "a checkpointed region updates batch-norm statistics, which eager does twice",
+                hint="leave checkpointing to the plan: switch it off in the model",
+            )  # fmt: skip
+
+    handle = register_module_forward_pre_hook(look)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextlib.contextmanager

@@ -52,5 +52,5 @@ class Report:
         if self.waits:
             lines.append(f"  copies back: {self.waits - self.waited} of {self.waits} were there in time")
         if self.bounced:
-            lines.append(f"  {self.bounced} copies went through a buffer: tensors are not page aligned")
+            lines.append(f"  {self.bounced} copies went through a buffer: import tensile before the model is made")
         return "\n".join([*lines, *(f"  {remark}" for remark in self.remarks)])

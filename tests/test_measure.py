@@ -276,7 +276,8 @@ def op_by_hand(
     )
     op = Op(
         index=0, name="op", call="op", phase="forward", module="", source="", inputs=tuple(range(len(made))),
-        outputs=(), reads=tuple(range(len(storages))), writes=writes, creates=(), after=(), rng=False, no_recompute="", key="op",
+        outputs=(), reads=tuple(range(len(storages))), writes=writes, creates=(), after=(),
+        rng=False, no_recompute="", key="op",
     )  # fmt: skip
     graph = Graph(
         name="by hand", device="cpu", ops=(op,), tensors=made,
@@ -312,17 +313,8 @@ def test_inputs_have_the_layouts_of_the_step_and_share_what_it_shares() -> None:
 
 def test_values_are_benign_and_of_every_dtype() -> None:
     dtypes = [
-        "float32",
-        "float64",
-        "bfloat16",
-        "float16",
-        "int64",
-        "int32",
-        "uint8",
-        "bool",
-        "complex64",
-        "float8_e4m3fn",
-    ]
+        "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool", "complex64", "float8_e4m3fn",
+    ]  # fmt: skip
     sizes = [100 * getattr(torch, dtype).itemsize for dtype in dtypes]
     tensors = [{"storage": i, "shape": (100,), "stride": (1,), "dtype": dtype} for i, dtype in enumerate(dtypes)]
     case = op_by_hand(torch.cat, tuple(map(Ref, range(len(dtypes)))), sizes, tensors)
