@@ -86,8 +86,8 @@ def compile_command(
     from tensile.compiler.load import load_workload
     from tensile.compiler.pipeline import plan_profiled, profile_workload
     from tensile.compiler.profile_cache import default_cache_dir
-    from tensile.runtime.lanes import measure_link
     from tensile.runtime.bind import device_of
+    from tensile.runtime.lanes import measure_link
 
     wanted = parse_budget(budget)
     path = output or Path(Path(model.partition(":")[0]).stem + ".plan.yaml")
@@ -166,9 +166,7 @@ def check_command(plan_path: Path, max_peak: str | None, as_json: bool) -> None:
 @click.option("--spill-dir", type=click.Path(path_type=Path, file_okay=False), help="Folder for swapped-out tensors.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 @_json_option
-def verify_command(
-    model: str, plan_path: Path, steps: int, spill_dir: Path | None, quiet: bool, as_json: bool
-) -> None:
+def verify_command(model: str, plan_path: Path, steps: int, spill_dir: Path | None, quiet: bool, as_json: bool) -> None:
     """Run eager and planned steps from one snapshot and compare every bit, the peaks and the times.
 
     \b

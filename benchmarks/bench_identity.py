@@ -20,7 +20,7 @@ from tensile.runtime.verify import verify
 from tensile.schedules.errors import InfeasibleBudget
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-import workloads  # noqa: E402
+import workloads
 
 TEXT_OPTIMIZERS = ("adam", "adamw", "adamw_foreach", "adamw_fused")
 SMALLEST = 1024  # bytes; the models are tiny, and everything is to be exercised
@@ -52,7 +52,9 @@ def _row(workload: Any, graph: Any, profile: Any, model: str, optimizer: str, bu
     except InfeasibleBudget as error:
         # tiny models hold little but state: the smallest feasible budget stands in, and is named
         used = f"min ({error.smallest_bytes / profile.eager_peak_bytes:.0%})"
-        plan = plan_profiled(graph, profile, name=model, budget=parse_budget(str(error.smallest_bytes)), smallest_swap_bytes=SMALLEST)
+        plan = plan_profiled(
+            graph, profile, name=model, budget=parse_budget(str(error.smallest_bytes)), smallest_swap_bytes=SMALLEST
+        )
     result = verify(workload, plan, steps=4)
     return {
         "model": model, "optimizer": optimizer, "budget": used, "applied": result.applied.removeprefix("applied "),

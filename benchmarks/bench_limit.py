@@ -45,7 +45,9 @@ def main() -> None:
         if isinstance(free, Killed):
             raise SystemExit(f"the unlimited eager run did not finish: {free}")
         resting = plan.promise.resting_bytes
-        limit = int(free.base_bytes - resting + plan.promise.peak_bytes * (1 + plan.promise.rss_slack_percent / 100) + ROOM)
+        limit = int(
+            free.base_bytes - resting + plan.promise.peak_bytes * (1 + plan.promise.rss_slack_percent / 100) + ROOM
+        )
         with hard_limit(limit) as wrap:
             if wrap is None:
                 raise SystemExit("bench-limit skipped: no memory cgroup can be made here")

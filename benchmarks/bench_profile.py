@@ -22,6 +22,7 @@ POLICIES = ("none", "tight")
 def one(example: str, policy: str, threads: int | None) -> dict[str, Any]:
     """The row of one example, measured in this process."""
     import torch
+
     from tensile.compiler.capture import capture
     from tensile.compiler.eager import measure_eager, model_eager_peak
     from tensile.compiler.load import load_workload

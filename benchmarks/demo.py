@@ -42,7 +42,9 @@ def main() -> None:
         "peak, process", format_bytes(eager.high_water_bytes), "", format_bytes(planned.high_water_bytes),
     )  # fmt: skip
     table.add_row("step time", format_us(eager.step_us), format_us(promise.step_us), format_us(planned.step_us))
-    table.add_row("  of eager's", "1.00", f"{promise.step_us / eager.step_us:.2f}", f"{planned.step_us / eager.step_us:.2f}")
+    table.add_row(
+        "  of eager's", "1.00", f"{promise.step_us / eager.step_us:.2f}", f"{planned.step_us / eager.step_us:.2f}"
+    )
     Console().print(table)
     print(f"losses and all state bitwise equal: {'yes' if equal else 'NO'}")
     print(planned.applied)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import torch
+
 from tensile.compiler.allocator import allocated_peak
 from tensile.compiler.clock import Clock, clock_of
 from tensile.compiler.facts import ValueFact

@@ -42,9 +42,7 @@ class Captured:
     guards: Guards
 
 
-def capture(
-    workload: Workload, *, check_twice: bool = True, progress: Callable[[str], None] | None = None
-) -> Captured:
+def capture(workload: Workload, *, check_twice: bool = True, progress: Callable[[str], None] | None = None) -> Captured:
     """Capture one steady-state step of `workload`. Raises CaptureError (TS101 and up) when it cannot be exact.
 
     `check_twice` records the step a second time with other Python and numpy seeds, to find what a trace would bake in.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+
 from tensile.compiler.allocator import allocated_peak, profiler_is_active
 from tensile.compiler.clock import clock_of
 from tensile.compiler.graph import Graph

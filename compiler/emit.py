@@ -82,13 +82,19 @@ def _events(problem: Problem, solution: Solution, timeline: Timeline) -> list[Ev
     for swap, out_ns, in_ns in zip(solution.swaps, timeline.out_ns, timeline.in_ns, strict=True):
         events.append(
             SwapOut(
-                storage=swap.storage, start=swap.out_start, free=swap.out_free, begin_us=out_ns[0] // 1000,
+                storage=swap.storage,
+                start=swap.out_start,
+                free=swap.out_free,
+                begin_us=out_ns[0] // 1000,
                 end_us=out_ns[1] // 1000,
             )
         )
         events.append(
             SwapIn(
-                storage=swap.storage, start=swap.in_start, need=swap.in_need, begin_us=in_ns[0] // 1000,
+                storage=swap.storage,
+                start=swap.in_start,
+                need=swap.in_need,
+                begin_us=in_ns[0] // 1000,
                 end_us=in_ns[1] // 1000,
             )
         )
@@ -121,9 +127,7 @@ def _place(event: Event) -> tuple[int, int, int, int]:
 
 def _resting(problem: Problem, starts_out: set[int]) -> int:
     """Bytes resident after the step: what leaves or was there before, unless it is away."""
-    return sum(
-        s.size_bytes for i, s in enumerate(problem.storages) if (s.enters or s.leaves) and i not in starts_out
-    )
+    return sum(s.size_bytes for i, s in enumerate(problem.storages) if (s.enters or s.leaves) and i not in starts_out)
 
 
 def _notes(problem: Problem, solution: Solution, timeline: Timeline) -> list[str]:

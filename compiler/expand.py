@@ -103,7 +103,9 @@ def chain(facts: Facts, decisions: Decisions, targets: list[int], position: int)
                     require(source, maker, depth)
             if maker == creator:
                 brothers = [s for s in facts.problem.ops[creator].creates if s in wanted and s not in made]
-                restored = {s for s in brothers if facts.makers(s, decisions.recomputes[s][0]) == (creator,)} | {storage}
+                restored = {s for s in brothers if facts.makers(s, decisions.recomputes[s][0]) == (creator,)} | {
+                    storage
+                }
                 made.update(restored)
                 runs.append(Run(op=maker, restores=tuple(sorted(restored))))
             else:
@@ -151,9 +153,7 @@ def expand(facts: Facts, decisions: Decisions) -> tuple[tuple[Run, ...], tuple[S
     return tuple(runs), tuple(sorted(swaps, key=lambda s: (s.out_start, s.out_free, s.storage)))
 
 
-def _swap(
-    facts: Facts, place: list[int], before: list[int], storage: int, last: int, window: Window
-) -> Swap:
+def _swap(facts: Facts, place: list[int], before: list[int], storage: int, last: int, window: Window) -> Swap:
     wraps = window.need >= facts.count
     cycle = facts.count if wraps else 0
     # what is made again before the op that ends or begins the interval may touch the storage too

@@ -333,7 +333,12 @@ class _Search:
                         continue
                     if position <= facts.dies(source):
                         needed.append(source)
-                    elif source in decisions.extended or keep or facts.makers(source, facts.touches[source][-1]) is None or size[source] <= 4096:
+                    elif (
+                        source in decisions.extended
+                        or keep
+                        or facts.makers(source, facts.touches[source][-1]) is None
+                        or size[source] <= 4096
+                    ):
                         extended.append(source)
                         longer += self._longer(source, position)
                     else:

@@ -56,7 +56,10 @@ class Guards:
         for attributes, training, name in self.modes:
             if attributes["training"] is not training:
                 mode = ("eval", "train")[attributes["training"]]
-                raise _changed(f"module {name or '(the model)'} is in {mode} mode", f"planned in {('eval', 'train')[training]} mode")
+                raise _changed(
+                    f"module {name or '(the model)'} is in {mode} mode",
+                    f"planned in {('eval', 'train')[training]} mode",
+                )
         for registry, key, identity, name in self.held:
             if id(registry.get(key)) != identity:
                 raise _changed(f"{name} is another tensor than when the plan was loaded", "load the plan again")
@@ -71,7 +74,9 @@ class Guards:
                 raise _changed(f"parameter group {index} holds other parameters", "load the plan again")
         for index, key, value in self.options:
             if groups[index].get(key) != value:
-                raise _changed(f"{key} of parameter group {index} is {groups[index].get(key)!r}", f"planned with {value!r}")
+                raise _changed(
+                    f"{key} of parameter group {index} is {groups[index].get(key)!r}", f"planned with {value!r}"
+                )
         for index, key, item in self.symbolic:
             value = groups[index].get(key)
             value = value if item is None or value is None else value[item]
@@ -80,7 +85,9 @@ class Guards:
         for fact in self.facts:
             values = [_hyper(groups, place) for place in fact.places]
             if not fact.holds(*values):
-                raise _changed(f"{fact.text} no longer holds (now {', '.join(map(str, values))})", "the step depends on it")
+                raise _changed(
+                    f"{fact.text} no longer holds (now {', '.join(map(str, values))})", "the step depends on it"
+                )
         flags = current_flags()
         if flags != self.flags:
             name, was, now = next((n, a, b) for (n, a), (_, b) in zip(self.flags, flags, strict=True) if a != b)
@@ -94,11 +101,18 @@ class Guards:
             tensor = leaves[leaf]
             if not isinstance(tensor, torch.Tensor):
                 raise _changed(f"{self.names[leaf]} is {tensor!r}", "planned with a tensor")
-            if tensor.shape != shape or tensor.dtype is not dtype or tensor.stride() != stride or tensor.device != device:
+            if (
+                tensor.shape != shape
+                or tensor.dtype is not dtype
+                or tensor.stride() != stride
+                or tensor.device != device
+            ):
                 raise _changed(f"{self.names[leaf]} is {_layout(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)}",
                                f"planned with {_layout(shape, stride, dtype, device)}")  # fmt: skip
             if tensor.requires_grad is not gradient:
-                raise _changed(f"{self.names[leaf]}.requires_grad is {tensor.requires_grad}", f"planned with {gradient}")
+                raise _changed(
+                    f"{self.names[leaf]}.requires_grad is {tensor.requires_grad}", f"planned with {gradient}"
+                )
         for leaf, value in self.constants:
             if isinstance(leaves[leaf], torch.Tensor) or leaves[leaf] != value:
                 raise _changed(f"{self.names[leaf]} is {leaves[leaf]!r}", f"planned with {value!r}")

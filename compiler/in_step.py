@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+
 from tensile.compiler.allocator import Span, allocated_within
 from tensile.compiler.alone import created_bytes
 from tensile.compiler.capture import Captured
@@ -21,7 +23,6 @@ from tensile.compiler.profile_cache import Measured
 from tensile.compiler.program import Call, Input, Program, replace_refs
 from tensile.compiler.snapshot import undone
 from tensile.compiler.workload import Workload
-from torch.utils import _pytree as pytree
 
 _MOST_NS = 20 * 10**9  # passes of a slow step are fewer, so that timing them takes about this long
 _FEWEST_PASSES = 3

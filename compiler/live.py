@@ -49,11 +49,7 @@ def state_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> t
         owner = found[id(parameter)].name
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                add(
-                    StateTensor(
-                        name=f"{owner}/{key}", kind="optimizer_state", tensor=value, owner=owner, key=key
-                    )
-                )
+                add(StateTensor(name=f"{owner}/{key}", kind="optimizer_state", tensor=value, owner=owner, key=key))
     return tuple(found.values())
 
 

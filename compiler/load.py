@@ -28,7 +28,9 @@ def load_workload(spec: str) -> Workload:
     module = _imported(file)
     function = getattr(module, name, None)
     if function is None:
-        offered = [n for n, f in vars(module).items() if callable(f) and getattr(f, "__module__", "") == module.__name__]
+        offered = [
+            n for n, f in vars(module).items() if callable(f) and getattr(f, "__module__", "") == module.__name__
+        ]
         raise ModelFileError(
             f"{file.name} has no function {name}()", where=str(file),
             hint=f"define {name}() returning tensile.Workload(model, optimizer, step_fn, batch)"

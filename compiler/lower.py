@@ -31,7 +31,9 @@ _METADATA_ONLY = {
 }  # fmt: skip
 
 
-def lower(traced: Traced, *, name: str, device: str, fingerprint: Fingerprint, user_folder: str | None) -> tuple[Graph, Program]:
+def lower(
+    traced: Traced, *, name: str, device: str, fingerprint: Fingerprint, user_folder: str | None
+) -> tuple[Graph, Program]:
     """The plain-data graph of a tidied trace, and the program behind it. `fingerprint.ops` is filled in here."""
     return _Lowering(traced, user_folder).result(name, device, fingerprint)
 
@@ -225,7 +227,7 @@ class _Lowering:
                 element_facts = {**facts, "name": f"{name}[{position}]"}
                 if users or isinstance(element, torch.Tensor):
                     elements[position] = self._new_value(None, element, sources, element_facts, producer=producer)
-                    self._value |= {user: elements[position] for user in users}  # type: ignore[misc]
+                    self._value |= dict.fromkeys(users, elements[position])  # type: ignore[misc]
             results = tuple(elements)
         elif isinstance(content, (list, tuple)):
             raise refuse("TS112", f"{node.target} returns a structure that is passed on whole", hint="report this op")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
 from tensile.compiler.alone import created_bytes, measure_alone
 from tensile.compiler.capture import Captured
 from tensile.compiler.clock import clock_of

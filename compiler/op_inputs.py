@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from tensile.compiler.graph import Graph, Op
 from tensile.compiler.program import Program, Ref, replace_refs
 

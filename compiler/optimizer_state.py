@@ -48,7 +48,10 @@ def materialise_state(
         assert index is not None, f"{entry.name} is not a tensor"
         layout = graph.tensors[index]
         tensor = torch.empty_strided(
-            layout.shape, layout.stride, dtype=getattr(torch, layout.dtype), device=graph.storages[layout.storage].device
+            layout.shape,
+            layout.stride,
+            dtype=getattr(torch, layout.dtype),
+            device=graph.storages[layout.storage].device,
         ).fill_(birth[key])
         born.append((held[owner], key, tensor))
     for parameter, key, tensor in born:

@@ -51,13 +51,21 @@ def profile_workload(
     watch.stage("eager step")
     eager = measure_eager(workload, captured.graph)
     watch.stage("measure")
-    profile = measure(captured, workload, link=link, eager=eager, cache_dir=cache_dir, repeats=repeats, progress=watch.tick)
+    profile = measure(
+        captured, workload, link=link, eager=eager, cache_dir=cache_dir, repeats=repeats, progress=watch.tick
+    )
     return captured, profile
 
 
 def plan_profiled(
-    graph: Graph, profile: Profile, *, name: str, budget: Budget, margin_percent: int = 85,
-    smallest_swap_bytes: int = SMALLEST_SWAP_BYTES, progress: Progress | None = None,
+    graph: Graph,
+    profile: Profile,
+    *,
+    name: str,
+    budget: Budget,
+    margin_percent: int = 85,
+    smallest_swap_bytes: int = SMALLEST_SWAP_BYTES,
+    progress: Progress | None = None,
 ) -> Plan:
     """Plan a measured graph for a budget and let the referee judge the result.
 
@@ -69,11 +77,15 @@ def plan_profiled(
     watch.stage("plan")
     eager_peak = profile.eager_peak_bytes
     if budget.smallest:
-        floor = build_problem(graph, profile, eager_peak, margin_percent=margin_percent, smallest_swap_bytes=smallest_swap_bytes)
+        floor = build_problem(
+            graph, profile, eager_peak, margin_percent=margin_percent, smallest_swap_bytes=smallest_swap_bytes
+        )
         budget_bytes = smallest_budget(floor)
     else:
         budget_bytes = budget.bytes_of(eager_peak)
-    problem = build_problem(graph, profile, budget_bytes, margin_percent=margin_percent, smallest_swap_bytes=smallest_swap_bytes)
+    problem = build_problem(
+        graph, profile, budget_bytes, margin_percent=margin_percent, smallest_swap_bytes=smallest_swap_bytes
+    )
     try:
         solution = solve(problem)
     except InfeasibleBudget as error:

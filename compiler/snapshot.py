@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy
 import torch
+from torch.utils import _pytree as pytree
+
 from tensile.compiler.live import collect_state
 from tensile.compiler.torch_private import storage_key
 from tensile.compiler.workload import Workload
-from torch.utils import _pytree as pytree
 
 
 @contextlib.contextmanager

@@ -110,7 +110,11 @@ def trace(function: Callable[..., Any], inputs: list[Any], mode: FakeTensorMode)
     """
     with _autocast_cache_kept(), _whole_stacks(), quiet(), fx_traceback.preserve_node_meta(), mode:
         return proxy_tensor.make_fx(
-            function, decomposition_table={}, tracing_mode="real", _allow_non_fake_inputs=False, record_stack_traces=True
+            function,
+            decomposition_table={},
+            tracing_mode="real",
+            _allow_non_fake_inputs=False,
+            record_stack_traces=True,
         )(*inputs)
 
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from tensile.compiler import torch_private
 from tensile.compiler.facts import insert_value_facts
 from tensile.compiler.hypers import FusedCalls, Hyper, group_entries, symbolic_hypers
-from tensile.compiler.live import StateTensor, state_tensors, substituted
+from tensile.compiler.live import state_tensors, substituted
 from tensile.compiler.provenance import annotated
 from tensile.compiler.refusals import refuse
 from tensile.compiler.tidy import has_effects

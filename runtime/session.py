@@ -27,7 +27,6 @@ from tensile.schedules import codec
 from tensile.schedules.errors import LaneError, PlanMismatch, StepLost, TensileError
 from tensile.schedules.plan import Free, Plan, Recompute, SwapOut
 
-
 # steady steps whose allocated peak is measured; the second counts, because the allocator does not know the sizes of
 # blocks that were there before the first
 _MEASURED_STEPS = (1, 2)
@@ -230,7 +229,8 @@ class PlannedStep:
         stage.undo_gradients()
         if isinstance(error, LaneError):
             return _with_cause(
-                LaneError(f"{error.what}; the model is as it was before the step", where=error.where, hint=error.hint), error
+                LaneError(f"{error.what}; the model is as it was before the step", where=error.where, hint=error.hint),
+                error,
             )
         return error
 

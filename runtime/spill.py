@@ -116,4 +116,6 @@ def _open_unnamed(folder: Path) -> tuple[int, bool]:
                 return os.open(Path(private) / "spill", os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o600), bool(flags)
         except OSError as error:
             failure = error
-    raise LaneError(f"no spill file can be made: {failure.strerror}", where=str(folder), hint="choose another spill_dir")
+    raise LaneError(
+        f"no spill file can be made: {failure.strerror}", where=str(folder), hint="choose another spill_dir"
+    )

@@ -32,7 +32,9 @@ class Stage:
         self._parameters: list[tuple[torch.Tensor, bool, str]] = []
         self._entry_gradients: list[torch.Tensor | None] = []
         self._storage_of_input = {
-            e.name: graph.tensors[t].storage for e in program.inputs if (t := program.values[e.value].tensor) is not None
+            e.name: graph.tensors[t].storage
+            for e in program.inputs
+            if (t := program.values[e.value].tensor) is not None
         }
         self._return_leaves, self._return_spec = pytree.tree_flatten(
             program.returns, is_leaf=lambda leaf: isinstance(leaf, Ref)

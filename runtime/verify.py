@@ -86,7 +86,9 @@ def verify(
     ):  # fmt: skip
         planned_us: list[float] = []
         difference = None
-        for number, have in enumerate(_train(step, model, optimizer, batch, steps, change_lr, planned_us, None, step.resident)):
+        for number, have in enumerate(
+            _train(step, model, optimizer, batch, steps, change_lr, planned_us, None, step.resident)
+        ):
             difference = difference or _first_difference(want[number], have, number)
         report = step.report()
     start.restore(model, optimizer)

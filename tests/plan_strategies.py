@@ -14,6 +14,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from plan_breaks import BREAKS
+
 from tensile.schedules.plan import (
     Event,
     Fingerprint,

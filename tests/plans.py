@@ -63,10 +63,14 @@ def plan_of(
     starts_out = set(wraps)
     for storage, last, following in swaps:
         out, back = first[last] + 1, first[following]
-        events.append(SwapOut(storage=storage, start=out, free=out + (1 if back - out > 1 else 0), begin_us=0, end_us=0))
+        events.append(
+            SwapOut(storage=storage, start=out, free=out + (1 if back - out > 1 else 0), begin_us=0, end_us=0)
+        )
         events.append(SwapIn(storage=storage, start=max(back - 1, out + 1), need=back, begin_us=0, end_us=0))
     for storage in starts_out:
-        events.append(SwapIn(storage=storage, start=touches[storage][0], need=touches[storage][0], begin_us=0, end_us=0))
+        events.append(
+            SwapIn(storage=storage, start=touches[storage][0], need=touches[storage][0], begin_us=0, end_us=0)
+        )
         end = touches[storage][-1] + 1
         events.append(SwapOut(storage=storage, start=end, free=end, begin_us=0, end_us=0))
     for k, (index, restored) in enumerate(runs):

@@ -108,7 +108,9 @@ def interpret(captured: Captured, workload: tensile.Workload) -> Any:
         for call in program.ops:
             run(call)
         is_ref = lambda leaf: isinstance(leaf, Ref)  # noqa: E731
-        returned = pytree.tree_map(lambda leaf: get(leaf.value) if is_ref(leaf) else leaf, program.returns, is_leaf=is_ref)
+        returned = pytree.tree_map(
+            lambda leaf: get(leaf.value) if is_ref(leaf) else leaf, program.returns, is_leaf=is_ref
+        )
         for name, value in program.gradients:
             state[name].grad = None if value is None else get(value)
         for module_name, key, value in program.reassigned:

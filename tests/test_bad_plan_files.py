@@ -8,6 +8,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tensile import __version__
 from tensile.schedules import codec, document
 from tensile.schedules.errors import PlanFileError

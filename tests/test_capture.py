@@ -18,7 +18,11 @@ from tensile.schedules.errors import CaptureError, PlanMismatch
 FAST = [("gpt2", "adamw"), ("vit", "sgd_fused"), ("vgg16", "sgd")]
 SLOW = [
     *((m, o) for m in workloads.TEXT for o in workloads.OPTIMIZERS if (m, o) not in FAST),
-    *((m, o) for m in workloads.IMAGES for o in ("sgd", "momentum", "nesterov", "adam", "adamw_foreach", "adamw_fused")),
+    *(
+        (m, o)
+        for m in workloads.IMAGES
+        for o in ("sgd", "momentum", "nesterov", "adam", "adamw_foreach", "adamw_fused")
+    ),
 ]
 
 

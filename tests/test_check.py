@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_strategies import broken_plans, bytes_by_sets, plans, promised
+
 from tensile.schedules import codec
 from tensile.schedules.check import Finding, check
 from tensile.schedules.plan import Event, Free, OpRow, Plan, Recompute, StorageRow, SwapIn, SwapOut

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from plan_strategies import plans
+
 from tensile.schedules import codec
 from tensile.schedules.errors import PlanFileError
 from tensile.schedules.plan import Plan, SwapIn, SwapOut

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy
 import pytest
-import tensile
 import torch
 import workloads
+from user_state import everything
+
+import tensile
 from tensile.compiler import eager as eager_module
 from tensile.compiler import headroom
 from tensile.compiler.allocator import allocated_peak, allocated_within
@@ -22,7 +24,6 @@ from tensile.compiler.graph import Graph, Op, Storage
 from tensile.compiler.snapshot import resting_bytes, undone
 from tensile.schedules.errors import TensileError
 from tensile.schedules.plan import Fingerprint
-from user_state import everything
 
 FINGERPRINT = Fingerprint(torch="2", device="cpu", optimizer="", state="", batch="", ops="")
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 import tensile
 
 ROOT = Path(tensile.__file__).resolve().parent

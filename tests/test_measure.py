@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tensile
 import torch
 import workloads
+from user_state import everything
+
+import tensile
 from tensile.compiler import measure as measure_module
 from tensile.compiler.alone import created_bytes, measure_alone
 from tensile.compiler.capture import Captured, capture
@@ -23,7 +25,6 @@ from tensile.compiler.profile import Link, Profile
 from tensile.compiler.profile_cache import Measured
 from tensile.compiler.program import Call, Program, Ref, Value
 from tensile.schedules.plan import Fingerprint
-from user_state import everything
 
 LINK = Link(
     out_bytes_per_s=10**9, in_bytes_per_s=10**9, out_latency_us=50, in_latency_us=80, duplex_percent=60

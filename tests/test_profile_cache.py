@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from tensile.compiler.profile_cache import Measured, ProfileCache, default_cache_dir
 
 DEVICE = "a CPU, 2 threads, torch 2.14.1"

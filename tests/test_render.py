@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_strategies import plans
+
 from tensile.schedules import codec, render
 from tensile.schedules.check import check
 from tensile.schedules.plan import Plan

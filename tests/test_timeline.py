@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from plan_strategies import bytes_by_sets, plans
+
 from tensile.schedules import codec
 from tensile.schedules.plan import Plan
 from tensile.schedules.timeline import Stay, resident_at, stays_of, timeline

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tensile.schedules.errors import TensileError
 from tensile.schedules.units import format_bytes, format_us, parse_bytes
 

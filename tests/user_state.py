@@ -6,9 +6,10 @@ import random
 from typing import Any
 
 import numpy
-import tensile
 import torch
 from torch.utils import _pytree as pytree
+
+import tensile
 
 
 def everything(workload: tensile.Workload) -> dict[str, Any]:

@@ -28,7 +28,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def text_step(*, clip: float | None = None, zero_first: bool = False, set_to_none: bool = True, bf16: bool = False) -> Any:
+def text_step(
+    *, clip: float | None = None, zero_first: bool = False, set_to_none: bool = True, bf16: bool = False
+) -> Any:
     """A step for models of transformers; the batch is one dictionary of keyword arguments."""
 
     def step(model, optimizer, batch):  # type: ignore[no-untyped-def]
@@ -94,7 +96,14 @@ def llama() -> tuple[torch.nn.Module, Any]:
 
 def t5() -> tuple[torch.nn.Module, Any]:
     config = transformers.T5Config(
-        num_layers=2, d_model=32, d_kv=8, d_ff=64, num_heads=4, vocab_size=100, decoder_start_token_id=0, use_cache=False
+        num_layers=2,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_heads=4,
+        vocab_size=100,
+        decoder_start_token_id=0,
+        use_cache=False,
     )
     return transformers.T5ForConditionalGeneration(config).train(), (tokens(4, 32),)
 
@@ -130,7 +139,9 @@ def make(model: str, optimizer: str, **options: Any) -> tensile.Workload:
     torch.manual_seed(0)
     module, batch = (TEXT | IMAGES)[model]()
     step = text_step(**options) if model in TEXT else image_step
-    return tensile.Workload(module, OPTIMIZERS[optimizer](module.parameters()), step, batch, name=f"{model}-{optimizer}")
+    return tensile.Workload(
+        module, OPTIMIZERS[optimizer](module.parameters()), step, batch, name=f"{model}-{optimizer}"
+    )
 
 
 def perceptron(
