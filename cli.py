@@ -67,7 +67,7 @@ def main() -> None:
 @click.option("--margin", default=85, show_default=True, metavar="PERCENT", type=click.IntRange(1, 100),
               help="Plan copies at this share of the measured bandwidth.")  # fmt: skip
 @click.option("--spill-dir", type=click.Path(path_type=Path, file_okay=False),
-              help="Folder whose disk is measured as the link on CPU. [default: the system's temporary folder]")  # fmt: skip
+              help="Folder whose disk is measured as the link. [default: the temporary folder]")  # fmt: skip
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 @_json_option
 def compile_command(

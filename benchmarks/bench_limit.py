@@ -1,4 +1,4 @@
-"""Inside a hard memory limit where eager is killed, the planned run finishes with eager's losses. `make bench-limit`."""
+"""Inside a hard memory limit where eager is killed, the planned run finishes with eager's losses."""
 
 from __future__ import annotations
 

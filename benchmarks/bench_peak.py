@@ -1,4 +1,4 @@
-"""Measured peak against the promised one: GPT-2, ResNet-50, VGG-16 at 100, 80 and 60 % of eager's. `make bench-peak`."""
+"""Measured peak against the promised one: GPT-2, ResNet-50, VGG-16 at 100, 80 and 60 % of eager's."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Every row is a process of its own. `eager` is the user's unmodified step; under the malloc policy "tight", which the
 planned step runs with by default, ops that make large tensors take longer, and the ratio says how much. `alone` is how
-steps that do not fit are measured. `modelled` is how far the eager peak computed from the graph and the workspaces is off, in bytes.
+steps that do not fit are measured. `modelled` is how far the eager peak computed from the graph and the workspaces is
+off, in bytes.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ def main() -> None:
     for trial in (eager, planned):
         if isinstance(trial, Killed):
             sys.exit(f"a training run ended with {trial.returncode}: {trial.error}")
-    assert isinstance(eager, Trial) and isinstance(planned, Trial)
+    assert isinstance(eager, Trial)
+    assert isinstance(planned, Trial)
 
     equal = eager.losses == planned.losses and eager.state == planned.state
     table = Table("", "eager", "promised", "measured", title=f"GPT-2, {STEPS} steps, two processes")

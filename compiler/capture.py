@@ -139,7 +139,7 @@ def _user_folder(workload: Workload) -> str | None:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Class and the options that shape its ops: "AdamW(amsgrad=False, foreach=None)", one entry a group that differs."""
+    """Class and the options that shape its ops: "AdamW(amsgrad=False, foreach=None)", once for groups alike."""
     texts = []
     for group in optimizer.param_groups:
         options = {k: v for k, v in sorted(group.items()) if isinstance(v, (bool, str, type(None)))}

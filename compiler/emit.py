@@ -69,7 +69,8 @@ def _storages(graph: Graph, problem: Problem, starts_out: set[int]) -> list[Stor
     return [
         StorageRow(
             storage=s.index, name=s.name, kind=s.kind, size_bytes=problem.storages[s.index].size_bytes,
-            dtype=first[s.index].dtype if s.index in first else "", shape=first[s.index].shape if s.index in first else (),
+            dtype=first[s.index].dtype if s.index in first else "",
+            shape=first[s.index].shape if s.index in first else (),
             enters=s.enters, leaves=s.leaves,
             starts="out" if s.index in starts_out else "resident" if s.enters else "absent",
         )

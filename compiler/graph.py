@@ -71,9 +71,13 @@ class Graph:
 
 def verify(graph: Graph) -> None:
     """Raise AssertionError naming the first inconsistency of a captured graph; nothing downstream checks again."""
-    for records in (graph.ops, graph.tensors, graph.storages):
-        for position, record in enumerate(records):
-            assert record.index == position, f"{type(record).__name__} {position} says it is {record.index}"
+    for name, indices in (
+        ("op", [op.index for op in graph.ops]),
+        ("tensor", [tensor.index for tensor in graph.tensors]),
+        ("storage", [storage.index for storage in graph.storages]),
+    ):
+        for position, index in enumerate(indices):
+            assert index == position, f"{name} {position} says it is {index}"
     for storage in graph.storages:
         assert storage.size_bytes >= 0, f"storage {storage.name} has {storage.size_bytes} bytes"
     for tensor in graph.tensors:

@@ -9,6 +9,7 @@ plan wins.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,10 +121,10 @@ class _Search:
         found = []
         for storage, touches in enumerate(self.facts.touches):
             facts = self.problem.storages[storage]
-            if self.facts.size[storage] < self.problem.smallest_bytes or not touches or (facts.leaves and not facts.enters
-                                                                                     and not facts.swappable):  # fmt: skip
+            pinned = facts.leaves and not facts.enters and not facts.swappable
+            if self.facts.size[storage] < self.problem.smallest_bytes or not touches or pinned:
                 continue
-            found += [(storage, a, b) for a, b in zip(touches, touches[1:], strict=False) if b - a > 1]
+            found += [(storage, a, b) for a, b in pairwise(touches) if b - a > 1]
             if facts.enters and facts.leaves and touches[0] + self.count - touches[-1] > 1:
                 found.append((storage, touches[-1], touches[0] + self.count))
         return found
@@ -362,9 +363,9 @@ class _Search:
         """Whether a storage can be resident before op `position`; not when it is away there until the next step."""
         for gap in self.of_storage.get(source, ()):
             window = self.decisions.swaps.get((source, int(self.last[gap])))
-            if window is not None and window.need >= self.count and window.free < position < self.count:
-                if int(self.last[gap]) < position:
-                    return False
+            gone = window is not None and window.need >= self.count and window.free < position < self.count
+            if gone and int(self.last[gap]) < position:
+                return False
         return True
 
     def _recompute(self, gap: int, found: _Chain) -> bool:

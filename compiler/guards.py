@@ -107,8 +107,8 @@ class Guards:
                 or tensor.stride() != stride
                 or tensor.device != device
             ):
-                raise _changed(f"{self.names[leaf]} is {_layout(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)}",
-                               f"planned with {_layout(shape, stride, dtype, device)}")  # fmt: skip
+                now = _layout(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+                raise _changed(f"{self.names[leaf]} is {now}", f"planned with {_layout(shape, stride, dtype, device)}")  # fmt: skip
             if tensor.requires_grad is not gradient:
                 raise _changed(
                     f"{self.names[leaf]}.requires_grad is {tensor.requires_grad}", f"planned with {gradient}"

@@ -40,7 +40,7 @@ def symbolic_hypers(optimizer: torch.optim.Optimizer, mode: torch_private.FakeTe
     hypers = []
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            items = [(None, value)] if isinstance(value, float) else []
+            items: list[tuple[int | None, float]] = [(None, value)] if isinstance(value, float) else []
             if isinstance(value, (tuple, list)) and value and all(isinstance(v, float) for v in value):
                 items = list(enumerate(value))
             for item, number in items:

@@ -35,8 +35,8 @@ def state_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> t
     def add(entry: StateTensor) -> None:
         found.setdefault(id(entry.tensor), entry)
 
-    for name, parameter in model.named_parameters():
-        add(StateTensor(name=name, kind="parameter", tensor=parameter))
+    for name, own in model.named_parameters():
+        add(StateTensor(name=name, kind="parameter", tensor=own))
     for name, buffer in model.named_buffers():
         add(StateTensor(name=name, kind="buffer", tensor=buffer))
     for index, group in enumerate(optimizer.param_groups):

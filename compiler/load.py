@@ -115,7 +115,7 @@ def _require_workload(workload: object, file: Path, name: str) -> None:
         ("batch", workload.batch, (tuple, list), "a tuple or list of arguments"),
     )
     for field, value, kind, text in expected:
-        if not isinstance(value, kind):  # type: ignore[arg-type]
+        if not isinstance(value, kind):
             raise ModelFileError(
                 f"the workload's {field} is {type(value).__name__}, not {text}", where=f"{file}, {name}()",
                 hint="tensile.Workload(model, optimizer, step_fn, batch); step_fn(model, optimizer, *batch)",

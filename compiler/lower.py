@@ -14,7 +14,6 @@ from torch.fx.node import map_arg as fx_map
 from torch.utils import _pytree as pytree
 
 from tensile.compiler import torch_private
-from tensile.compiler.facts import ValueFact
 from tensile.compiler.graph import Graph, Op, Storage, Tensor
 from tensile.compiler.program import Call, Input, Program, Ref, Value
 from tensile.compiler.provenance import Provenance
@@ -132,9 +131,10 @@ class _Lowering:
             )
         for node in self._constants:
             tensor = getattr(self._traced.graph_module, str(node.target))
-            facts = {"name": f"constant.{node.target}", "kind": "constant", "enters": True, "leaves": True}
+            name = f"constant.{node.target}"
+            facts = {"name": name, "kind": "constant", "enters": True, "leaves": True}
             value = self._new_value(node, tensor, frozenset(), facts, producer=None)
-            inputs.append(Input(value=value, kind="constant", name=facts["name"], tensor=tensor))
+            inputs.append(Input(value=value, kind="constant", name=name, tensor=tensor))
             self._digest.update(repr((tuple(tensor.shape), str(tensor.dtype), tensor.tolist())).encode())
         return tuple(inputs)
 
@@ -167,7 +167,8 @@ class _Lowering:
             self._storages.append(Storage(index=storage, size_bytes=size, device=str(content.device), **facts))
         index = len(self._tensors)
         tensor = Tensor(
-            index=index, storage=storage, shape=tuple(map(int, content.shape)), stride=tuple(map(int, content.stride())),
+            index=index, storage=storage, shape=tuple(map(int, content.shape)),
+            stride=tuple(map(int, content.stride())),
             offset=int(content.storage_offset()), dtype=str(content.dtype).removeprefix("torch."),
             producer=producer if producer is not None else self._last_touch.get(storage),
         )  # fmt: skip
@@ -189,16 +190,18 @@ class _Lowering:
 
     def _touched(self, node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Storages whose contents an op uses, and those it changes."""
-        if isinstance(node.target, ValueFact):
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
             return (), ()
         written: set[int] = set()
-        schema = node.target._schema  # type: ignore[union-attr]
+        schema = target._schema
         hidden = unannotated_writes(node)
         for position, argument in enumerate(schema.arguments):
             given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
             if (argument.alias_info is not None and argument.alias_info.is_write) or position in hidden:
                 written |= self._storages_in(given)
-        read = set() if node.target.name() in _METADATA_ONLY else self._storages_in([node.args, node.kwargs])  # type: ignore[union-attr]
+        blind = torch_private.op_name(target) in _METADATA_ONLY
+        read = set() if blind else self._storages_in([node.args, node.kwargs])
         return tuple(sorted(read)), tuple(sorted(written))
 
     def _storages_in(self, arguments: Any) -> set[int]:
@@ -226,8 +229,9 @@ class _Lowering:
                 users = [user for user in node.users if user.args[1] == position]
                 element_facts = {**facts, "name": f"{name}[{position}]"}
                 if users or isinstance(element, torch.Tensor):
-                    elements[position] = self._new_value(None, element, sources, element_facts, producer=producer)
-                    self._value |= dict.fromkeys(users, elements[position])  # type: ignore[misc]
+                    element_value = self._new_value(None, element, sources, element_facts, producer=producer)
+                    elements[position] = element_value
+                    self._value |= dict.fromkeys(users, element_value)
             results = tuple(elements)
         elif isinstance(content, (list, tuple)):
             raise refuse("TS112", f"{node.target} returns a structure that is passed on whole", hint="report this op")
@@ -236,8 +240,19 @@ class _Lowering:
         self._digest.update(repr((str(node.target), args, kwargs, results)).encode())
         return Call(target=node.target, args=args, kwargs=kwargs, results=results)  # type: ignore[arg-type]
 
-    def _with_refs(self, arguments: Any) -> Any:
-        return fx_map(arguments, lambda node: Ref(self._value[node]))
+    def _with_refs(self, argument: Any) -> Any:
+        """The argument with nodes as Refs, and fx's immutable lists and dictionaries as plain ones."""
+        if isinstance(argument, Node):
+            return Ref(self._value[argument])
+        if isinstance(argument, list):
+            return [self._with_refs(a) for a in argument]
+        if type(argument) is tuple:
+            return tuple(self._with_refs(a) for a in argument)
+        if isinstance(argument, dict):
+            return {key: self._with_refs(a) for key, a in argument.items()}
+        if isinstance(argument, slice):
+            return slice(*(self._with_refs(a) for a in (argument.start, argument.stop, argument.step)))
+        return argument
 
     def _no_recompute(self, node: Node, written: tuple[int, ...]) -> str:
         """Why running this op again could give other bits; "" when it gives the same."""
@@ -274,7 +289,8 @@ class _Lowering:
 
     def _outputs(self) -> tuple[Any, tuple[tuple[str, int | None], ...], tuple[tuple[str, str, int], ...]]:
         """The result tree, the gradients and the reassigned attributes, and which storages they keep."""
-        leaves = [Ref(self._value[leaf]) if isinstance(leaf, Node) else leaf for leaf in self._output.args[0]]  # type: ignore[union-attr]
+        listed: Any = self._output.args[0]
+        leaves = [Ref(self._value[leaf]) if isinstance(leaf, Node) else leaf for leaf in listed]
         traced = self._traced
         returns = pytree.tree_unflatten(leaves[: traced.return_count], traced.returns)
         rest = iter(leaves[traced.return_count :])
@@ -342,7 +358,11 @@ class _Text(str):
 
 def _short(node: Node) -> str:
     target = node.target
-    return target.name().partition("::")[2].partition(".")[0] if isinstance(target, torch._ops.OpOverload) else "check"
+    return (
+        torch_private.op_name(target).partition("::")[2].partition(".")[0]
+        if isinstance(target, torch._ops.OpOverload)
+        else "check"
+    )
 
 
 def _result_values(call: Call) -> tuple[int, ...]:

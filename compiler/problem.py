@@ -69,7 +69,12 @@ class Problem:
     def from_json(data: dict[str, Any]) -> Problem:
         """The problem `to_json` wrote."""
         tuples = {"reads", "writes", "creates", "after", "again_reads", "again_writes"}
-        ops = tuple(ProblemOp(**{k: tuple(v) if k in tuples else v for k, v in op.items()}) for op in data["ops"])
+
+        def op(facts: dict[str, Any]) -> ProblemOp:
+            facts = {key: tuple(value) if key in tuples else value for key, value in facts.items()}
+            return ProblemOp(**facts)
+
+        ops = tuple(op(facts) for facts in data["ops"])
         storages = tuple(ProblemStorage(**storage) for storage in data["storages"])
         return Problem(**{**data, "ops": ops, "storages": storages})
 

@@ -53,6 +53,10 @@ _TRANSLATIONS = (
         "stay in torch inside step_fn, or do it outside",
     ),
     (
+        ("SparseTensorImpl", "sparse layout"),
+        "TS110", "the step makes sparse gradients", "pass sparse=False to the module",
+    ),
+    (
         ("FX to symbolically trace a dynamo-optimized function", "torch.compile"),
         "TS106", "the step calls a function compiled by torch.compile",
         "pass the uncompiled model; tensile plans the eager step",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from tensile.compiler import torch_private
 from tensile.compiler.facts import ValueFact
 
 CHUNK_BYTES = 2**20
@@ -22,7 +23,7 @@ def tidy(graph_module: GraphModule) -> None:
     graph = graph_module.graph
     for node in list(graph.nodes):
         if _is_profiler(node):
-            node.replace_all_uses_with(None)  # type: ignore[arg-type]
+            node.replace_all_uses_with(None)
     for node in reversed(list(graph.nodes)):
         if _is_profiler(node):
             graph.erase_node(node)
@@ -53,7 +54,7 @@ def draws(node: Node) -> bool:
     for position, argument in enumerate(target._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):
             value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, 0.0)
-            return value != 0.0
+            return bool(value != 0.0)
     return True
 
 
@@ -66,7 +67,11 @@ def has_effects(node: Node) -> bool:
         return False
     if target._schema.is_mutable or draws(node) or bool(unannotated_writes(node)):
         return True
-    return not target._schema.returns or target.namespace not in ("aten", "prims") or "assert" in target.name()
+    return (
+        not target._schema.returns
+        or target.namespace not in ("aten", "prims")
+        or "assert" in torch_private.op_name(target)
+    )
 
 
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
@@ -76,7 +81,11 @@ RUNNING_STATISTICS = (3, 4)
 def unannotated_writes(node: Node) -> tuple[int, ...]:
     """Argument positions a node writes although its schema does not say so: batch norm's running statistics."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.name() not in _BATCH_NORMS or not node.args[5]:
+    if (
+        not isinstance(target, torch._ops.OpOverload)
+        or torch_private.op_name(target) not in _BATCH_NORMS
+        or not node.args[5]
+    ):
         return ()
     return tuple(position for position in RUNNING_STATISTICS if isinstance(node.args[position], Node))
 
@@ -85,7 +94,7 @@ def _is_list_op(node: Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    name = target.name()
+    name = torch_private.op_name(target)
     return name.startswith(("aten::_foreach_", "aten::_fused_")) and isinstance(node.args[0], (list, tuple))
 
 
@@ -97,6 +106,8 @@ def _chunk(graph: torch.fx.Graph, node: Node) -> None:
         return
     results: list[Node | None] = [None] * count
     returns_list = bool(node.target._schema.returns)  # type: ignore[union-attr]
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
     with graph.inserting_before(node):
         for start, stop in cuts:
 
@@ -104,7 +115,7 @@ def _chunk(graph: torch.fx.Graph, node: Node) -> None:
                 return value[start:stop] if _is_per_tensor(value, count) else value
 
             piece = graph.call_function(
-                node.target, tuple(part(a) for a in node.args), {k: part(v) for k, v in node.kwargs.items()}
+                target, tuple(part(a) for a in node.args), {k: part(v) for k, v in node.kwargs.items()}
             )
             piece.meta = dict(node.meta)
             if not returns_list:
@@ -130,7 +141,7 @@ def _is_per_tensor(value: Any, count: int) -> bool:
 
 def _cuts(node: Node, count: int) -> list[tuple[int, int]]:
     """Half-open ranges of at most CHUNK_TENSORS tensors; a range ends when one of its lists reaches CHUNK_BYTES."""
-    size = [max(_bytes(arg[i]) for arg in node.args if _is_per_tensor(arg, count)) for i in range(count)]  # type: ignore[index, arg-type]
+    size = [max(_bytes(arg[i]) for arg in node.args if _is_per_tensor(arg, count)) for i in range(count)]  # type: ignore[index]
     cuts, start, held = [], 0, 0
     for index in range(count):
         held += size[index]

@@ -47,7 +47,8 @@ def fake_with_values(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
 
 def fake_without_values(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
     """A stand-in without values: nothing is computed for real from it."""
-    return forget_values(mode.from_tensor(tensor, static_shapes=True))
+    fake: FakeTensor = forget_values(mode.from_tensor(tensor, static_shapes=True))
+    return fake
 
 
 def forget_values(fake: Any) -> Any:
@@ -125,7 +126,7 @@ def _autocast_cache_kept() -> Iterator[None]:
     Gone: bf16 steps with shared weights are refused by the bitwise tests; look for the new name of the switch.
     """
     old = proxy_tensor.disable_autocast_cache
-    proxy_tensor.disable_autocast_cache = contextlib.nullcontext
+    proxy_tensor.disable_autocast_cache = contextlib.nullcontext  # type: ignore[assignment]
     torch.clear_autocast_cache()
     try:
         yield
@@ -152,7 +153,7 @@ def _whole_stacks() -> Iterator[None]:
 
     Gone: ops outside modules (loss, clipping, optimizer) have no source line.
     """
-    owner = torch.fx.proxy.TracerBase
+    owner: Any = torch.fx.proxy.TracerBase
     old = getattr(owner, "_filter_traceback_frames", None)
     folder = str(Path(torch.__file__).parent)
 
@@ -173,6 +174,12 @@ def annotate(**facts: Any) -> None:
     fx_traceback.current_meta["custom"] = facts
 
 
+def op_name(target: torch._ops.OpOverload) -> str:
+    """Qualified name of an op with its overload, "aten::add.Tensor". Gone: str(target), with dots."""
+    name: str = target.name()  # type: ignore[no-untyped-call]
+    return name
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of the storage behind a tensor, real or fake; unique while the storage object lives."""
     return int(tensor.untyped_storage()._cdata)
@@ -180,7 +187,8 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def hint_of(symbol: torch.SymFloat) -> float:
     """The value a symbol was made with, without a guard on it. Gone: keep the values beside the symbols."""
-    return float(symbol.node.hint)
+    hint: Any = symbol.node.hint
+    return float(hint)
 
 
 def traced_node_counter() -> Callable[[], int]:
@@ -191,8 +199,9 @@ def traced_node_counter() -> Callable[[], int]:
 
 def hint_or_none(symbol: torch.SymFloat | torch.SymInt) -> float | int | None:
     """The value behind a symbol where the trace knows it; None for what `.item()` returned."""
-    node = symbol.node
-    return node.hint if node.has_hint() else None  # type: ignore[no-any-return]
+    node: Any = symbol.node
+    hint: float | int | None = node.hint if node.has_hint() else None
+    return hint
 
 
 def guards_of(mode: FakeTensorMode) -> list[Any]:
@@ -222,7 +231,7 @@ def hollow_out(storage: torch.UntypedStorage, message: str) -> None:
     """
     if CAN_SWAP_POINTERS:
         hollow = torch._C._construct_storage_from_data_pointer(0, storage.device, storage.nbytes())
-        storage._swap_data_ptr_(hollow)
+        storage._swap_data_ptr_(hollow)  # type: ignore[attr-defined]
     else:
         storage.resize_(0)
     torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
@@ -231,9 +240,14 @@ def hollow_out(storage: torch.UntypedStorage, message: str) -> None:
 def refill(storage: torch.UntypedStorage, fresh: torch.UntypedStorage) -> None:
     """Give a hollow storage the memory of `fresh`, which must have no other user. Needs CAN_SWAP_POINTERS."""
     torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
-    storage._swap_data_ptr_(fresh)
+    storage._swap_data_ptr_(fresh)  # type: ignore[attr-defined]
 
 
 def unguard(storage: torch.UntypedStorage) -> None:
     """Allow access to a storage again, hollow or not."""
     torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
+
+
+def new_storage(size_bytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Fresh memory without contents."""
+    return torch.UntypedStorage(size_bytes, device=device)  # type: ignore[no-untyped-call]

@@ -267,7 +267,7 @@ def batch_names(workload: Workload) -> list[str]:
     paths, _ = pytree.tree_flatten_with_path(tuple(workload.batch))
     names = []
     for (first, *rest), _value in paths:
-        index = first.idx
+        index = first.idx  # type: ignore[attr-defined]
         name = arguments[index] if index < len(arguments) else f"batch[{index}]"
         names.append(name + pytree.keystr(tuple(rest)))
     return names
@@ -282,15 +282,16 @@ def _require_dense(gradients: list[tuple[str, torch.Tensor | None]]) -> None:
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:
     """A fake tensor of the same layout, without values, on a storage of its own."""
     fresh = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return torch_private.forget_values(fresh)
+    forgetful: torch.Tensor = torch_private.forget_values(fresh)
+    return forgetful
 
 
 def _copy_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     """Hooks on a live leaf must fire on its stand-in, so that what they do is traced."""
     for hook in (source._backward_hooks or {}).values():
-        target.register_hook(hook)
+        target.register_hook(hook)  # type: ignore[no-untyped-call]
     for hook in (getattr(source, "_post_accumulate_grad_hooks", None) or {}).values():
-        target.register_post_accumulate_grad_hook(hook)
+        target.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

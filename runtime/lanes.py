@@ -141,7 +141,7 @@ class CpuLane:
         self._require_own_process()
         away = self._away[index]
         if torch_private.CAN_SWAP_POINTERS:
-            target = away.fresh = torch.UntypedStorage(away.size_bytes, device=away.storage.device)
+            target = away.fresh = torch_private.new_storage(away.size_bytes, away.storage.device)
         else:
             torch_private.unguard(away.storage)
             away.storage.resize_(away.size_bytes)
@@ -220,17 +220,23 @@ def measure_link(device: str, directory: Path | None, *, copies: int = 16, size_
     out_at, in_at = memory.data_ptr(), memory.data_ptr() + size_bytes
     try:
         spots = [i * size_bytes for i in range(copies)]
-        out_s = [_timed(lambda spot=spot: file.write(out_at, size_bytes, spot)) for spot in spots]  # type: ignore[misc]
-        in_s = [_timed(lambda spot=spot: file.read(in_at, size_bytes, spot)) for spot in spots]  # type: ignore[misc]
-        small_out_s = [_timed(lambda spot=spot: file.write(out_at, small, spot)) for spot in spots]  # type: ignore[misc]
-        small_in_s = [_timed(lambda spot=spot: file.read(in_at, small, spot)) for spot in spots]  # type: ignore[misc]
+
+        def times(move: Callable[[int, int, int], None], address: int, size: int, first: int = 0) -> list[float]:
+            found = []
+            for spot in spots:
+                started = time.perf_counter()
+                move(address, size, first + spot)
+                found.append(time.perf_counter() - started)
+            return found
+
+        out_s, in_s = times(file.write, out_at, size_bytes), times(file.read, in_at, size_bytes)
+        small_out_s, small_in_s = times(file.write, out_at, small), times(file.read, in_at, small)
         both_s: list[float] = []
-        other = copies * size_bytes
         writer = threading.Thread(
-            target=lambda: both_s.extend(_timed(lambda: file.write(out_at, size_bytes, other + spot)) for spot in spots)
+            target=lambda: both_s.extend(times(file.write, out_at, size_bytes, copies * size_bytes))
         )
         writer.start()
-        both_in_s = [_timed(lambda spot=spot: file.read(in_at, size_bytes, spot)) for spot in spots]  # type: ignore[misc]
+        both_in_s = times(file.read, in_at, size_bytes)
         writer.join()
     finally:
         file.close()
@@ -246,9 +252,3 @@ def measure_link(device: str, directory: Path | None, *, copies: int = 16, size_
 
 def _latency_us(seconds: list[float], size_bytes: int, seconds_per_byte: float) -> int:
     return max(0, int(1e6 * (statistics.median(seconds) - size_bytes * seconds_per_byte)))
-
-
-def _timed(action: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started

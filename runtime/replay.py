@@ -179,6 +179,7 @@ class _Builder:
 
     def _emit(self, call: Call) -> None:
         expression, reads = self._expression(call)
+        binds: tuple[str, ...]
         if isinstance(call.results, int):
             target, binds = f"v{call.results}", (f"v{call.results}",)
         else:

@@ -88,7 +88,7 @@ class PlannedStep:
         self._unmeasured_because: str | None = None
         self._times_us: deque[float] = deque(maxlen=101)
         refused = apply_memory_policy(memory_policy)
-        self._remarks = (f"resident memory may exceed allocated memory: {refused}",) if refused else ()
+        self._remarks: tuple[str, ...] = (f"resident memory may exceed allocated memory: {refused}",) if refused else ()
         self._at_exit = weakref.WeakMethod(self.close)
         atexit.register(_close_at_exit, self._at_exit)
 
@@ -221,7 +221,7 @@ class PlannedStep:
             return _with_cause(
                 StepLost(
                     f"the step failed after it began to update the model: {error}",
-                    hint="the model is neither as before nor as after the step: load a checkpoint, then call step.reset()",
+                    hint="the model is neither as before nor as after the step: load a checkpoint, call step.reset()",
                 ),
                 error,
             )

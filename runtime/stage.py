@@ -46,7 +46,7 @@ class Stage:
         self._bound.captured.guards.check(self._optimizer, leaves, spec)
 
     def prepare(self) -> str | None:
-        """Have all state the step needs, away where the plan wants it away. A reason to run this step eagerly, or None."""
+        """Have all state the step needs, away where the plan wants it. A reason to run this step eagerly, or None."""
         if not self._state or any(holder.get(key) is not tensor for holder, key, tensor in self._held):
             reason = self._collect()
             if reason is not None:
@@ -76,6 +76,8 @@ class Stage:
                 assert entry.leaf is not None
                 inputs.append(leaves[entry.leaf])
             elif entry.kind == "hyper":
+                assert entry.group is not None
+                assert entry.key is not None
                 value = groups[entry.group][entry.key]
                 inputs.append(float(value if entry.item is None else value[entry.item]))
             elif entry.kind == "constant":

@@ -95,7 +95,8 @@ def verify(
     return Verification(
         steps=steps, first_difference=difference, promised_peak_bytes=plan.promise.peak_bytes,
         planned_peak_bytes=report.measured_peak_bytes or 0, eager_peak_bytes=resting + eager_peak[0],
-        planned_step_us=statistics.median(planned_us), eager_step_us=statistics.median(eager_us), applied=report.applied,
+        planned_step_us=statistics.median(planned_us), eager_step_us=statistics.median(eager_us),
+        applied=report.applied,
     )  # fmt: skip
 
 

@@ -290,8 +290,8 @@ REFUSALS = {
                       lambda: small(torch.nn.DataParallel(torch.nn.Linear(16, 4)), mean_square)),
     "sparse": ("TS110", "the step makes sparse gradients", lambda: small(
         torch.nn.Embedding(50, 16, sparse=True), mean_square, "sgd", torch.randint(50, (12,)))),
-    "batch norm in a checkpoint": ("TS113", "a checkpointed region updates batch-norm statistics, which eager does twice",
-                                   lambda: small(normalised(), lambda m, x: torch.utils.checkpoint.checkpoint(
+    "batch norm in a checkpoint": ("TS113", "a checkpointed region updates batch-norm statistics, which eager does "
+                                   "twice", lambda: small(normalised(), lambda m, x: torch.utils.checkpoint.checkpoint(
                                        m, x, use_reentrant=False).square().mean())),
 }  # fmt: skip
 
