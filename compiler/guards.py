@@ -108,7 +108,8 @@ class Guards:
                 or tensor.device != device
             ):
                 now = _layout(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-                raise _changed(f"{self.names[leaf]} is {now}", f"planned with {_layout(shape, stride, dtype, device)}")  # fmt: skip
+                planned = _layout(shape, stride, dtype, device)
+                raise _changed(f"{self.names[leaf]} is {now}", f"planned with {planned}")
             if tensor.requires_grad is not gradient:
                 raise _changed(
                     f"{self.names[leaf]}.requires_grad is {tensor.requires_grad}", f"planned with {gradient}"
