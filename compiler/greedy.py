@@ -88,6 +88,7 @@ class _Search:
         self.count = facts.count
         self.level: _Ints = np.array(memory(problem, [Run(op=i) for i in range(self.count)], ()), dtype=np.int64)
         self.time: _Ints = np.array([op.time_ns for op in problem.ops], dtype=np.int64)
+        self.elapsed = np.concatenate([[0], np.cumsum(np.tile(self.time, 2))])
         # bytes each lane can still carry during each op
         self.out_room = self.time * 1000.0 / problem.out_ps_per_byte
         self.in_room = self.time * 1000.0 / problem.in_ps_per_byte
@@ -272,16 +273,16 @@ class _Search:
         return True
 
     def _time_between(self, first: int, end: int) -> float:
-        return float(sum(self.time[p % self.count] for p in range(first, end)))
+        return float(self.elapsed[end] - self.elapsed[first])
 
     # ---- recompute
 
     def _cheapest_chain(self, candidates: _Ints) -> tuple[float, int, _Chain] | None:
         """The recompute with the least time per byte gained: (ns per byte, gap, chain)."""
+        candidates = candidates[np.isfinite(self.remake_ns[candidates])]
         density = self.remake_ns[candidates] / self.bytes[candidates]
-        order = [int(i) for i in np.lexsort((-self.bytes[candidates], density)) if np.isfinite(density[i])]
         best: tuple[float, int, _Chain] | None = None
-        for place in order:
+        for place in np.lexsort((-self.bytes[candidates], density)):
             gap = int(candidates[place])
             if best is not None and density[place] >= best[0]:
                 break  # guesses only grow

@@ -14,7 +14,7 @@ from tensile.runtime.pool import ALIGNMENT
 from tensile.schedules.errors import LaneError
 from tensile.schedules.units import format_bytes
 
-_MEMORY_ALIGNMENT = 512  # bytes; what direct I/O asks of addresses and lengths
+_MEMORY_ALIGNMENT = 512  # bytes; what direct I/O asks of addresses in memory
 _BOUNCE_BYTES = 2**20
 
 
@@ -46,7 +46,8 @@ class SpillFile:
                 ) from error  # fmt: skip
 
     def write(self, address: int, size_bytes: int, offset: int) -> None:
-        """Write memory to the file at `offset`. One thread at a time. Raises LaneError on any failure."""
+        """Write memory to the file at `offset`. `offset` is a multiple of `pool.ALIGNMENT`, and so is the room kept
+        behind it. One thread at a time. Raises LaneError on any failure."""
         self._transfer(os.pwritev, address, size_bytes, offset, "write")
 
     def read(self, address: int, size_bytes: int, offset: int) -> None:
@@ -61,7 +62,8 @@ class SpillFile:
 
     def _transfer(self, call: Callable[..., int], address: int, size_bytes: int, offset: int, verb: str) -> None:
         aligned = not self.direct or address % _MEMORY_ALIGNMENT == 0
-        whole = size_bytes // _MEMORY_ALIGNMENT * _MEMORY_ALIGNMENT if self.direct else size_bytes
+        # what is left over goes through the buffer in whole blocks, which must not reach into the next slot
+        whole = size_bytes // ALIGNMENT * ALIGNMENT if self.direct else size_bytes
         done = 0
         if aligned and whole:
             self._all(call, address, whole, offset, verb)
