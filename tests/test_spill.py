@@ -93,7 +93,7 @@ def test_a_failed_write_leaves_the_storage_whole(monkeypatch: pytest.MonkeyPatch
     wanted = tensor.clone()
     monkeypatch.setattr(spill_module.os, "pwritev", failing(kind))
     lane.out(0, tensor.untyped_storage())
-    with pytest.raises(LaneError, match="ended early|cannot be written"):
+    with pytest.raises(LaneError, match=r"ended early|cannot be written"):
         lane.free(0)
     assert torch.equal(tensor, wanted)
     lane.bring_back(lambda index: True)
@@ -113,7 +113,7 @@ def test_a_failed_read_is_tried_again_when_everything_is_brought_back(
     with monkeypatch.context() as patch:
         patch.setattr(spill_module.os, "preadv", failing(kind))
         lane.fetch(0)
-        with pytest.raises(LaneError, match="ended early|cannot be read"):
+        with pytest.raises(LaneError, match=r"ended early|cannot be read"):
             lane.wait(0)
     lane.bring_back(lambda index: True)
     assert torch.equal(tensor, wanted)
