@@ -52,7 +52,8 @@ def guessed_profile(graph: Graph) -> Profile:
     op_ns = tuple(20_000 + sum(size[s] for s in {*op.reads, *op.writes, *op.creates}) // 8 for op in graph.ops)
     peak = plan_free_peak(graph)
     return Profile(
-        device_name="guessed", source="guessed", op_ns=op_ns, workspace_bytes=(0,) * len(op_ns), link=LINK,
+        device_name="guessed", source="guessed", op_ns=op_ns, workspace_bytes=(0,) * len(op_ns),
+        excess_bytes=(0,) * len(op_ns), link=LINK,
         eager_step_us=sum(op_ns) // 1000, eager_peak_bytes=peak, eager_source="modelled",
     )  # fmt: skip
 

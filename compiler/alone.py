@@ -10,6 +10,7 @@ import functools
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ def measure_alone(graph: Graph, program: Program, op: Op, *, repeats: int) -> Me
     inputs = made_up_inputs(graph, program, op)
     clock = clock_of(graph.device)
     with torch.no_grad():
-        call.target(*inputs.args, **inputs.kwargs)
+        excess = excess_bytes(graph, program, op, call.target(*inputs.args, **inputs.kwargs))
         times: list[int] = []
         until = time.perf_counter() + _LEAST_S
         while len(times) < repeats or (time.perf_counter() < until and len(times) < _MOST_REPEATS):
@@ -50,8 +51,9 @@ def measure_alone(graph: Graph, program: Program, op: Op, *, repeats: int) -> Me
         inputs.refresh()
         peak, _ = allocated_peak(lambda: call.target(*inputs.args, **inputs.kwargs), graph.device)
     return Measured(
-        time_ns=int(statistics.median(times)), workspace_bytes=max(0, peak - created_bytes(graph, op)), in_step=False
-    )
+        time_ns=int(statistics.median(times)), workspace_bytes=max(0, peak - created_bytes(graph, op) - excess),
+        in_step=False, excess_bytes=excess,
+    )  # fmt: skip
 
 
 def created_bytes(graph: Graph, op: Op) -> int:
@@ -59,6 +61,21 @@ def created_bytes(graph: Graph, op: Op) -> int:
     rounding = _ROUNDING_BYTES.get(torch.device(graph.device).type, 1)
     sizes = (graph.storages[s].size_bytes for s in op.creates if graph.storages[s].device == graph.device)
     return sum(-(-size // rounding) * rounding for size in sizes)
+
+
+def excess_bytes(graph: Graph, program: Program, op: Op, result: Any) -> int:
+    """The most that the real storage of one of an op's results takes above what its layout asks for."""
+    if not op.creates:
+        return 0
+    numbers = program.ops[op.index].results
+    pairs = [(numbers, result)] if isinstance(numbers, int) else zip(numbers, result, strict=False)
+    most = 0
+    for number, tensor in pairs:
+        index = None if number is None else program.values[number].tensor
+        if index is not None and isinstance(tensor, torch.Tensor) and graph.tensors[index].storage in op.creates:
+            planned = graph.storages[graph.tensors[index].storage].size_bytes
+            most = max(most, tensor.untyped_storage().nbytes() - planned)
+    return most
 
 
 def _one_run(target: object, inputs: OpInputs, clock: Clock, device: str) -> int:

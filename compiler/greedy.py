@@ -37,14 +37,15 @@ def greedy(problem: Problem) -> Solution | None:
             best = found
         if found is not None and not found.swaps and all(run.restores is None for run in found.runs):
             break  # nothing had to be done
-    return best
+    # recomputes can lead into a corner that swaps alone do not
+    return best or _within(facts, PRICES[0], recompute=False)
 
 
-def _within(facts: Facts, price: float) -> Solution | None:
+def _within(facts: Facts, price: float, *, recompute: bool = True) -> Solution | None:
     """Plan at one price; aim lower as long as the exact plan is above the budget."""
     budget = target = facts.problem.budget_bytes
     for _ in range(_ROUNDS):
-        search = _Search(facts, target, price)
+        search = _Search(facts, target, price, recompute=recompute)
         reached = search.run()
         try:
             runs, swaps = expand(facts, search.decisions)
@@ -81,7 +82,7 @@ class _Chain:
 class _Search:
     """One greedy pass. Positions are op indices; an interval that crosses the end counts on from there."""
 
-    def __init__(self, facts: Facts, target: int, price: float) -> None:
+    def __init__(self, facts: Facts, target: int, price: float, *, recompute: bool) -> None:
         problem = facts.problem
         self.facts, self.problem, self.target, self.price = facts, problem, target, price
         self.decisions = Decisions()
@@ -101,7 +102,8 @@ class _Search:
         self.bytes: _Ints = np.array([facts.size[g[0]] for g in gaps], dtype=np.int64)
         self.open = np.ones(len(gaps), dtype=bool)
         self.can_swap = np.array([problem.storages[g[0]].swappable for g in gaps], dtype=bool)
-        self.remake_ns = np.array([self._first_guess(*g) for g in gaps], dtype=float)  # inf: not to be made again
+        # inf: not to be made again
+        self.remake_ns = np.array([self._first_guess(*g) if recompute else np.inf for g in gaps], dtype=float)
         self.of_storage: dict[int, list[int]] = {}
         for index, gap in enumerate(gaps):
             self.of_storage.setdefault(gap[0], []).append(index)

@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tensile.compiler.allocator import Span, allocated_within
-from tensile.compiler.alone import created_bytes
+from tensile.compiler.alone import created_bytes, excess_bytes
 from tensile.compiler.capture import Captured
 from tensile.compiler.clock import Clock, clock_of
 from tensile.compiler.profile_cache import Measured
@@ -74,11 +74,15 @@ def time_in_step(
     for op_index, ns in times.items():
         medians[graph.ops[op_index].key].append(statistics.median(ns))
     workspace: dict[str, int] = {}
+    excess: dict[str, int] = {}
     for op in graph.ops:
-        above = max(0, peaks.get(op.index, 0) - created_bytes(graph, op))
+        above = max(0, peaks.get(op.index, 0) - created_bytes(graph, op) - replay.excess[op.index])
         workspace[op.key] = max(above, workspace.get(op.key, 0))
+        excess[op.key] = max(replay.excess[op.index], excess.get(op.key, 0))
     ops = {
-        key: Measured(time_ns=round(statistics.mean(ns)), workspace_bytes=workspace[key], in_step=True)
+        key: Measured(
+            time_ns=round(statistics.mean(ns)), workspace_bytes=workspace[key], in_step=True, excess_bytes=excess[key]
+        )
         for key, ns in medians.items()
     }
     return StepTimes(ops=ops, eager_us=round(statistics.median(eager_ns) / 1000), passes=done)
@@ -90,6 +94,8 @@ class _Replay:
     def __init__(self, captured: Captured, workload: Workload) -> None:
         self._schedule = _schedule(captured.program)
         self._inputs = _inputs(captured, workload)
+        self._captured = captured
+        self.excess: dict[int, int] = {}  # by op; known after `run_in_spans`
 
     def run_timed(self, clock: Clock, marks: list[_Marks]) -> None:
         """One step; the marks of every op. Giving memory back belongs to the op that used it
@@ -120,6 +126,8 @@ class _Replay:
                 else:
                     with span(op):
                         result = call.target(*args, **kwargs)
+                    graph = self._captured.graph
+                    self.excess[op] = excess_bytes(graph, self._captured.program, graph.ops[op], result)
                 _bind(values, call, result)
                 del result, args, kwargs
                 for value in dead:

@@ -66,7 +66,8 @@ def measure(
     source = f"{how}; {len(new)} of {len(distinct)} distinct ops new"
     return Profile(
         device_name=device, source="; ".join(filter(None, (source, estimated, cache.note))), op_ns=op_ns,
-        workspace_bytes=workspace_bytes, link=link, eager_step_us=eager_us or sum(op_ns) // 1000,
+        workspace_bytes=workspace_bytes, link=link,
+        excess_bytes=tuple(measured.excess_bytes for measured in found), eager_step_us=eager_us or sum(op_ns) // 1000,
         eager_peak_bytes=peak_bytes, eager_source=eager.source,
     )  # fmt: skip
 

@@ -86,7 +86,11 @@ def build_problem(
     """The planning problem of a measured graph. Copies are planned at `margin_percent` of the measured bandwidth;
     storages below `smallest_swap_bytes` are not swapped, those below a quarter of it not recomputed."""
     rounding = _ROUNDING_BYTES.get(graph.device.partition(":")[0], 1)
-    storages = tuple(_storage(storage, graph.device, rounding, smallest_swap_bytes) for storage in graph.storages)
+    excess = {s: profile.excess_bytes[op.index] for op in graph.ops for s in op.creates}
+    storages = tuple(
+        _storage(storage, excess.get(storage.index, 0), graph.device, rounding, smallest_swap_bytes)
+        for storage in graph.storages
+    )
     held = sum(storages[s.index].size_bytes for s in graph.storages if s.kind == "output" and s.leaves)
     link = profile.link
     return Problem(
@@ -101,8 +105,8 @@ def build_problem(
     )  # fmt: skip
 
 
-def _storage(storage: Storage, device: str, rounding: int, smallest: int) -> ProblemStorage:
-    size = -(-storage.size_bytes // rounding) * rounding if storage.device == device else 0
+def _storage(storage: Storage, excess: int, device: str, rounding: int, smallest: int) -> ProblemStorage:
+    size = -(-(storage.size_bytes + excess) // rounding) * rounding if storage.device == device else 0
     movable = storage.kind in _MOVABLE and not (storage.leaves and not storage.enters)
     return ProblemStorage(
         size_bytes=size, enters=storage.enters, leaves=storage.leaves,

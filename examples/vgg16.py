@@ -1,4 +1,4 @@
-"""VGG-16 from torchvision, plain SGD with momentum: most of its memory is weights, not activations."""
+"""VGG-16 from torchvision, plain SGD with momentum: half of its memory is weights, which no recompute can save."""
 
 import torch
 import torchvision
@@ -18,5 +18,5 @@ def workload() -> tensile.Workload:
     torch.manual_seed(0)
     model = torchvision.models.vgg16(num_classes=1000).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    batch = (torch.randn(6, 3, 224, 224), torch.randint(1000, (6,)))
+    batch = (torch.randn(12, 3, 224, 224), torch.randint(1000, (12,)))
     return tensile.Workload(model, optimizer, train_step, batch)

@@ -84,7 +84,7 @@ def _require_applicable(plan: Plan, captured: Captured) -> None:
     applied = 0
     for event in events:
         storages = event.restores if isinstance(event, Recompute) else (event.storage,)
-        if all(s < len(graph.storages) and _same(plan, graph.storages[s].size_bytes, s) for s in storages):
+        if all(s < len(graph.storages) and _fits(plan, graph.storages[s].size_bytes, s) for s in storages):
             applied += 1
     ops_fit = all(row.op < len(graph.ops) and row.call == graph.ops[row.op].call for row in plan.rows)
     if applied != len(events) or not ops_fit or len({row.op for row in plan.rows}) != len(graph.ops):
@@ -94,8 +94,9 @@ def _require_applicable(plan: Plan, captured: Captured) -> None:
         )  # fmt: skip
 
 
-def _same(plan: Plan, size_bytes: int, storage: int) -> bool:
-    return storage < len(plan.storages) and plan.storages[storage].size_bytes == size_bytes
+def _fits(plan: Plan, size_bytes: int, storage: int) -> bool:
+    """The planned size is what the allocator takes, which may be more than the layout asks for."""
+    return storage < len(plan.storages) and plan.storages[storage].size_bytes >= size_bytes
 
 
 def device_of(model: torch.nn.Module) -> str:

@@ -96,6 +96,7 @@ class CpuLane:
     """
 
     def __init__(self, size_bytes: Mapping[int, int], directory: Path | None) -> None:
+        self._sizes = dict(size_bytes)
         self._offsets, total = spill_slots(size_bytes)
         self._file = SpillFile(directory, total)
         self._writer, self._reader = _Worker("tensile-out"), _Worker("tensile-in")
@@ -125,6 +126,11 @@ class CpuLane:
         """Start copying a storage to the host; it stays readable until `free`."""
         self._require_own_process()
         address, size, offset = storage.data_ptr(), storage.nbytes(), self._offsets[index]
+        if size > self._sizes[index]:
+            raise LaneError(
+                f"storage {index} has {size} bytes, the plan keeps room for {self._sizes[index]}",
+                hint="compile the plan again on this machine",
+            )
         job = self._writer.put(lambda: self._file.write(address, size, offset))
         self._away[index] = _Away(storage=storage, state="writing", job=job, size_bytes=size)
         self.counts.copied_out += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import statistics
 import time
 import traceback
@@ -89,8 +90,9 @@ class PlannedStep:
         self._times_us: deque[float] = deque(maxlen=101)
         refused = apply_memory_policy(memory_policy)
         self._remarks: tuple[str, ...] = (f"resident memory may exceed allocated memory: {refused}",) if refused else ()
-        self._at_exit = weakref.WeakMethod(self.close)
-        atexit.register(_close_at_exit, self._at_exit)
+        # an object of its own, so that closing one step does not take another step's handler along
+        self._at_exit = functools.partial(_close_at_exit, weakref.WeakMethod(self.close))
+        atexit.register(self._at_exit)
 
     def __call__(self, *batch: Any) -> Any:
         """Run one training step; returns what step_fn returns."""
@@ -166,7 +168,7 @@ class PlannedStep:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(_close_at_exit)
+        atexit.unregister(self._at_exit)
         if self._stage is not None:
             try:
                 self._stage.bring_back()

@@ -21,6 +21,8 @@ from tensile.compiler.eager import Eager, measure_eager, model_eager_peak
 from tensile.compiler.graph import Graph, Op, Storage, Tensor
 from tensile.compiler.measure import device_name, measure
 from tensile.compiler.op_inputs import OpInputs, made_up_inputs
+from tensile.compiler.pipeline import profile_workload
+from tensile.compiler.problem import build_problem
 from tensile.compiler.profile import Link, Profile
 from tensile.compiler.profile_cache import Measured
 from tensile.compiler.program import Call, Program, Ref, Value
@@ -289,8 +291,9 @@ def op_by_hand(
         ),
     )  # fmt: skip
     values = [Value(tensor=t.index) for t in made] + [Value(tensor=None, hint=hint) for hint in scalars]
+    result = Value(tensor=None)
     program = Program(
-        inputs=(), values=tuple(values), ops=(Call(target=target, args=args, kwargs={}, results=len(values)),),
+        inputs=(), values=(*values, result), ops=(Call(target=target, args=args, kwargs={}, results=len(values)),),
         again={}, glue={}, returns=None, gradients=(), reassigned=(),
     )  # fmt: skip
     return graph, program, op
@@ -382,3 +385,24 @@ def test_made_up_inputs_draw_from_no_generator_of_the_users() -> None:
     inputs: OpInputs = made_up_inputs(*case)
     inputs.refresh()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_result_that_keeps_a_larger_storage_is_measured_with_it() -> None:
+    """The mean of aten.mse_loss is one number on the storage of the whole loss."""
+    kept = torch.nn.functional.mse_loss(torch.ones(1000), torch.zeros(1000)).untyped_storage().nbytes()
+    job = workloads.perceptron("sgd", rows=64)
+
+    def step(model, optimizer, images, labels):  # type: ignore[no-untyped-def]
+        loss = torch.nn.functional.mse_loss(model(images), images[:, :10])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    job = tensile.Workload(job.model, job.optimizer, step, job.batch)
+    link = Link(out_bytes_per_s=1, in_bytes_per_s=1, out_latency_us=0, in_latency_us=0, duplex_percent=100)
+    captured, profile = profile_workload(job, link=link, cache_dir=None, repeats=1)
+    loss = next(op for op in captured.graph.ops if "mse_loss.default" in op.call)
+    assert profile.excess_bytes[loss.index] == (64 * 10 * 4 - 4 if kept > 4 else 0)
+    problem = build_problem(captured.graph, profile, 10**9)
+    assert problem.storages[loss.creates[0]].size_bytes == 4 + profile.excess_bytes[loss.index]

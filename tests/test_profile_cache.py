@@ -81,7 +81,7 @@ BAD = {
     "empty": lambda folder: "",
     "cut off": lambda folder: kept(folder).read_text()[:-20],
     "not an object": lambda folder: "[1, 2]",
-    "no ops": lambda folder: json.dumps({"version": 2, "device": DEVICE}),
+    "no ops": lambda folder: json.dumps({"version": 3, "device": DEVICE}),
     "older version": lambda folder: edited(folder, version=1),
     "another device's": lambda folder: edited(folder, device="a GPU"),
     "a time that is text": lambda folder: edited(folder, ops={"a": ["1", 0, True]}),

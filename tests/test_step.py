@@ -1,0 +1,302 @@
+"""The planned step in a training loop: the same bits, the promised peak, and a clear word when something goes wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import workloads
+
+import tensile
+from tensile.compiler.budget import parse_budget
+from tensile.compiler.capture import collect_state
+from tensile.compiler.pipeline import plan_profiled, profile_workload
+from tensile.compiler.profile import Link
+from tensile.runtime import spill
+from tensile.runtime.verify import verify
+from tensile.schedules.errors import InfeasibleBudget, LaneError, PlanMismatch, StepLost, TensileError
+from tensile.schedules.plan import Plan, Recompute, SwapOut
+
+SMALLEST = 1024  # bytes: small models, everything moves
+FAST = Link(
+    out_bytes_per_s=10**10, in_bytes_per_s=10**10, out_latency_us=1, in_latency_us=1, duplex_percent=100,
+)  # fmt: skip
+SLOW = Link(out_bytes_per_s=10**6, in_bytes_per_s=10**6, out_latency_us=1, in_latency_us=1, duplex_percent=100)
+
+
+def plan_for(workload: tensile.Workload, budget: str, link: Link = FAST) -> Plan:
+    captured, profile = profile_workload(workload, link=link, cache_dir=None, repeats=1)
+    try:
+        return plan_profiled(
+            captured.graph, profile, name="test", budget=parse_budget(budget), smallest_swap_bytes=SMALLEST
+        )
+    except InfeasibleBudget as error:
+        return plan_profiled(
+            captured.graph, profile, name="test", budget=parse_budget(str(error.smallest_bytes)),
+            smallest_swap_bytes=SMALLEST,
+        )  # fmt: skip
+
+
+def make(optimizer: str = "adamw", rows: int = 256, dropout: float = 0.1) -> tensile.Workload:
+    return workloads.perceptron(optimizer, rows=rows, dropout=dropout)
+
+
+@pytest.fixture(scope="module")
+def swapping() -> Plan:
+    plan = plan_for(make(), "60%")
+    assert any(isinstance(event, SwapOut) for event in plan.events)
+    return plan
+
+
+@pytest.fixture(scope="module")
+def smallest() -> Plan:
+    """Few rows, so that parameters and optimizer state are most of the memory and must leave between steps."""
+    return plan_for(make("adamw", rows=16), "min")
+
+
+@pytest.fixture
+def step(swapping: Plan) -> Iterator[tuple[tensile.Workload, Any]]:
+    job = make()
+    with tensile.load(swapping, model=job.model, optimizer=job.optimizer, step_fn=job.step_fn) as planned:
+        yield job, planned
+
+
+def bits(job: tensile.Workload) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in collect_state(job.model, job.optimizer).items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw", "adamw_foreach", "adam_fused"])
+@pytest.mark.parametrize("link", [FAST, SLOW], ids=["swaps", "recomputes"])
+@pytest.mark.parametrize("budget", ["100%", "70%", "min"])
+def test_planned_and_eager_training_are_equal_bit_for_bit(optimizer: str, link: Link, budget: str) -> None:
+    job = make(optimizer, dropout=0.0 if link is SLOW else 0.1)
+    result = verify(job, plan_for(job, budget, link))
+    assert result.first_difference is None
+    assert 0 < result.planned_peak_bytes <= result.promised_peak_bytes
+
+
+def test_a_slow_link_is_answered_with_recomputes() -> None:
+    plan = plan_for(make("sgd", rows=1024, dropout=0.0), "70%", SLOW)
+    assert any(isinstance(event, Recompute) for event in plan.events)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "resnet50"])
+def test_models_are_equal_at_the_smallest_budget(model: str) -> None:
+    job = workloads.make(model, "momentum" if model == "resnet50" else "adamw")
+    result = verify(job, plan_for(job, "60%"))
+    assert result.first_difference is None
+    assert result.planned_peak_bytes <= result.promised_peak_bytes
+
+
+def test_the_report_counts_what_was_applied(step: tuple[tensile.Workload, Any], swapping: Plan) -> None:
+    job, planned = step
+    for _ in range(4):
+        planned(*job.batch)
+    report = planned.report()
+    swaps = sum(isinstance(event, SwapOut) for event in swapping.events)
+    assert report.swaps == (swaps, swaps)
+    assert (report.steps, report.eager_steps) == (4, 0)
+    assert 0 < report.measured_peak_bytes <= swapping.promise.peak_bytes
+    assert f"applied {swaps} of {swaps} swaps" in str(report)
+
+
+TOUCHES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "add": lambda t: t + 1, "sum": lambda t: t.sum(), "clone": lambda t: t.clone(),
+    "copy_": lambda t: t.copy_(torch.zeros_like(t)),
+    "item": lambda t: t.reshape(-1)[0].item(), "tolist": lambda t: t.tolist(), "matmul": lambda t: t.t() @ t,
+    "zero_": lambda t: t.zero_(), "to": lambda t: t.to(torch.float64), "print": lambda t: repr(t),
+    "numpy": lambda t: t.numpy().sum(),
+    "isnan": lambda t: t.isnan().any(), "equal": lambda t: torch.equal(t, t + 0),
+    "foreach": lambda t: torch._foreach_add([t], 1.0), "norm": lambda t: torch.linalg.vector_norm(t),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("touch", TOUCHES)
+def test_touching_what_is_swapped_out_between_steps_is_an_error(smallest: Plan, touch: str) -> None:
+    job = make("adamw", rows=16)
+    with tensile.load(smallest, model=job.model, optimizer=job.optimizer, step_fn=job.step_fn) as planned:
+        planned(*job.batch)
+        away = [s.name for s in smallest.storages if s.starts == "out"]
+        state = collect_state(job.model, job.optimizer)
+        matrices = [state[name].detach() for name in away if name in state and state[name].dim() == 2]
+        assert matrices, "the plan leaves nothing out between steps"
+        with pytest.raises(RuntimeError, match="swapped out between steps"):
+            TOUCHES[touch](matrices[0])
+        with planned.resident():
+            TOUCHES[touch](matrices[0].clone())
+
+
+def test_identity_views_and_aliases_survive(step: tuple[tensile.Workload, Any]) -> None:
+    job, planned = step
+    weight = job.model[0].weight
+    view = weight.detach()[:3]
+    for _ in range(3):
+        planned(*job.batch)
+    with planned.resident():
+        assert job.model[0].weight is weight
+        assert torch.equal(view, weight.detach()[:3])
+        assert view.data_ptr() == weight.data_ptr()
+
+
+def test_leaving_makes_everything_ordinary_again(swapping: Plan) -> None:
+    eager, job = make(), make()
+    torch.manual_seed(1)
+    for _ in range(3):
+        eager.step_fn(eager.model, eager.optimizer, *eager.batch)
+    torch.manual_seed(1)
+    planned = tensile.load(swapping, model=job.model, optimizer=job.optimizer, step_fn=job.step_fn)
+    for _ in range(3):
+        planned(*job.batch)
+    planned.close()
+    planned.close()
+    assert same(bits(job), bits(eager))
+    with pytest.raises(TensileError, match="closed"):
+        planned(*job.batch)
+
+
+def broken(kind: str) -> Callable[..., int]:
+    def call(*_: Any) -> int:
+        if kind == "short":
+            return 0
+        raise OSError(getattr(errno, kind), os.strerror(getattr(errno, kind)))
+
+    return call
+
+
+@pytest.mark.parametrize("kind", ["short", "EIO", "ENOSPC"])
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_a_copy_that_fails_loses_nothing_or_says_so(
+    step: tuple[tensile.Workload, Any], monkeypatch: pytest.MonkeyPatch, kind: str, call: str
+) -> None:
+    job, planned = step
+    planned(*job.batch)
+    with planned.resident():
+        before = bits(job)
+        generator = torch.get_rng_state()
+    with monkeypatch.context() as patch:
+        patch.setattr(spill.os, call, broken(kind))
+        with pytest.raises((LaneError, StepLost)) as failed:
+            planned(*job.batch)
+    if isinstance(failed.value, StepLost):
+        assert "neither as before nor as after" in str(failed.value)
+        with pytest.raises(StepLost, match="earlier step failed"):
+            planned(*job.batch)
+        return
+    assert "the model is as it was before the step" in str(failed.value)
+    with planned.resident():
+        assert same(bits(job), before)
+        assert torch.equal(torch.get_rng_state(), generator)
+    planned(*job.batch)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_interrupt_inside_the_step_leaves_the_state_before_it(
+    step: tuple[tensile.Workload, Any], monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    job, planned = step
+    planned(*job.batch)
+    with planned.resident():
+        before = bits(job)
+    lane_type = type(planned._stage)
+    calls = []
+
+    def interrupt(self: Any, index: int) -> None:
+        calls.append(index)
+        raise error("now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lane_type, "free", interrupt)
+        with pytest.raises((error, StepLost)) as raised:
+            planned(*job.batch)
+    assert calls
+    if not isinstance(raised.value, StepLost):
+        with planned.resident():
+            assert same(bits(job), before)
+        planned(*job.batch)
+
+
+def test_another_batch_shape_is_named_or_run_eagerly(swapping: Plan) -> None:
+    job = make()
+    short = tuple(t[:7] for t in job.batch)
+    with tensile.load(swapping, model=job.model, optimizer=job.optimizer, step_fn=job.step_fn) as planned:
+        planned(*job.batch)
+        with pytest.raises(PlanMismatch, match=r"\[7, 64\]"):
+            planned(*short)
+    job = make()
+    with tensile.load(
+        swapping, model=job.model, optimizer=job.optimizer, step_fn=job.step_fn, on_mismatch="eager"
+    ) as planned:
+        planned(*job.batch)
+        planned(*short)
+        planned(*job.batch)
+        assert (planned.report().steps, planned.report().eager_steps) == (2, 1)
+        assert "eager" in str(planned.report())
+
+
+def test_eval_mode_and_frozen_parameters_are_noticed(step: tuple[tensile.Workload, Any]) -> None:
+    job, planned = step
+    planned(*job.batch)
+    job.model.eval()
+    with pytest.raises(PlanMismatch, match="train"):
+        planned(*job.batch)
+    job.model.train()
+    job.model[0].weight.requires_grad_(False)
+    with pytest.raises(PlanMismatch, match="requires_grad"):
+        planned(*job.batch)
+
+
+def test_another_model_or_optimizer_is_refused_before_the_first_step(swapping: Plan) -> None:
+    other = make("sgd")
+    with pytest.raises(PlanMismatch, match="optimizer"):
+        tensile.load(swapping, model=other.model, optimizer=other.optimizer, step_fn=other.step_fn, batch=other.batch)
+    wide = workloads.perceptron("adamw", rows=256, width=32, dropout=0.1)
+    with pytest.raises(PlanMismatch, match=r"subject\.fingerprint"):
+        tensile.load(swapping, model=wide.model, optimizer=wide.optimizer, step_fn=wide.step_fn, batch=wide.batch)
+
+
+def test_two_planned_steps_do_not_disturb_each_other(swapping: Plan) -> None:
+    jobs = [make(), make()]
+    steps = [tensile.load(swapping, model=j.model, optimizer=j.optimizer, step_fn=j.step_fn) for j in jobs]
+    for _ in range(3):
+        for job, planned in zip(jobs, steps, strict=True):
+            torch.manual_seed(3)
+            planned(*job.batch)
+    for planned in steps:
+        planned.close()
+    assert same(bits(jobs[0]), bits(jobs[1]))
+
+
+def test_nothing_is_left_in_the_spill_folder(swapping: Plan, tmp_path: Path) -> None:
+    job = make()
+    with tensile.load(
+        swapping, model=job.model, optimizer=job.optimizer, step_fn=job.step_fn, spill_dir=tmp_path
+    ) as planned:
+        planned(*job.batch)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_spill_folder_is_refused_before_the_first_step(swapping: Plan, tmp_path: Path) -> None:
+    job = make()
+    before = bits(job)
+    with pytest.raises(LaneError, match="does not exist"):
+        tensile.load(
+            swapping, model=job.model, optimizer=job.optimizer, step_fn=job.step_fn, batch=job.batch,
+            spill_dir=tmp_path / "nowhere",
+        )  # fmt: skip
+    assert same(bits(job), before)
+
+
+@pytest.mark.parametrize(("option", "value"), [("on_mismatch", "ignore"), ("memory_policy", "tightest")])
+def test_unknown_options_are_refused(swapping: Plan, option: str, value: str) -> None:
+    job = make()
+    with pytest.raises(TensileError, match=value):
+        tensile.load(swapping, model=job.model, optimizer=job.optimizer, step_fn=job.step_fn, **{option: value})
