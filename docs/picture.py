@@ -1,4 +1,5 @@
-"""Draws docs/gpt2-step.svg: memory over one step, eager order against a plan. `python docs/picture.py PLAN`."""
+"""Draws docs/gpt2-step.svg: memory over one step, eager order against a plan. `python docs/picture.py PLAN`;
+needs the extra `docs`."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def main() -> None:
     axes.axhline(plan.promise.eager_peak_bytes / MIB, color="#888888", linestyle=":", label="eager's peak")
     axes.axhline(plan.promise.budget_bytes / MIB, color="#b03a2e", linestyle="--", label="budget")
     axes.set(xlabel="op of the step", ylabel="MiB on the device", xlim=(0, len(rows) - 1), ylim=(0, None))
-    axes.legend(loc="lower right", ncols=4, frameon=False, fontsize=8)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(Path(__file__).parent / "gpt2-step.svg", metadata={"Date": None})
