@@ -14,7 +14,7 @@ from tensile.schedules.errors import InfeasibleBudget
 
 # shares of the plan-free peak at which smaller budgets are tried as well: the greedy is a heuristic, and the plan of a
 # smaller budget may be the faster one
-_RUNGS = tuple(round(0.94**k, 4) for k in range(1, 28))
+_RUNGS = tuple(round(0.88**k, 4) for k in range(1, 14))
 _STEP_SHARE = 400  # budgets are searched to 1/400 of the distance from the floor to the plan without swaps
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from tensile.compiler import torch_private
 from tensile.compiler.capture import Captured, capture
 from tensile.compiler.workload import Workload
 from tensile.runtime.replay import Replay, build_replay
@@ -59,6 +60,11 @@ def bind(plan: Plan, workload: Workload) -> Bound:
 
 def _require_device(plan: Plan) -> None:
     moves = any(isinstance(event, (SwapOut, SwapIn)) for event in plan.events)
+    if moves and not torch_private.CAN_SWAP_POINTERS:
+        raise PlanMismatch(
+            f"torch {torch.__version__} cannot empty a storage and fill it again under its views", where="events",
+            hint="use a torch with UntypedStorage._swap_data_ptr_ (2.14), or compile for a budget that needs no swap",
+        )  # fmt: skip
     if moves and plan.subject.fingerprint.device != "cpu":
         raise PlanMismatch(
             f"there is no copy lane for {plan.subject.fingerprint.device} yet", where="subject.fingerprint.device",

@@ -13,6 +13,7 @@ import torch
 import workloads
 
 import tensile
+from tensile.compiler import torch_private
 from tensile.compiler.budget import parse_budget
 from tensile.compiler.capture import collect_state
 from tensile.compiler.pipeline import plan_profiled, profile_workload
@@ -300,3 +301,12 @@ def test_unknown_options_are_refused(swapping: Plan, option: str, value: str) ->
     job = make()
     with pytest.raises(TensileError, match=value):
         tensile.load(swapping, model=job.model, optimizer=job.optimizer, step_fn=job.step_fn, **{option: value})
+
+
+def test_a_torch_that_cannot_refill_a_storage_is_refused_by_name(
+    swapping: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make()
+    monkeypatch.setattr(torch_private, "CAN_SWAP_POINTERS", False)
+    with pytest.raises(PlanMismatch, match="cannot empty a storage"):
+        tensile.load(swapping, model=job.model, optimizer=job.optimizer, step_fn=job.step_fn, batch=job.batch)
