@@ -89,7 +89,7 @@ def test_a_plan_is_written_inspected_checked_and_verified(folder: Path, plan: Pa
     assert 0 < result["planned_peak_bytes"] <= promise["peak_bytes"]
 
 
-def test_compiling_twice_from_one_cache_gives_the_same_events(folder: Path, tmp_path: Path) -> None:
+def test_compiling_twice_from_one_cache_gives_the_same_rows(folder: Path, tmp_path: Path) -> None:
     texts = []
     for name in ("a", "b"):
         done = tensile_cli("compile", folder / "model.py", "--budget", "100%", "-o", tmp_path / f"{name}.yaml",
