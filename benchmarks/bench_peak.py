@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from common import record
 from trial import Killed, compiled, run
 
@@ -27,7 +29,10 @@ def main() -> None:
                 "promised step/eager": f"{plan.promise.step_us / plan.promise.eager_step_us:.2f}",
                 "same bits": "yes" if (eager.losses, eager.state) == (planned.losses, planned.state) else "NO",
             })  # fmt: skip
+            print(rows[-1], file=sys.stderr)
     record("peak", rows, "make bench-peak")
+    if any(row["kept"] != "yes" or row["same bits"] != "yes" for row in rows):
+        sys.exit("not every plan kept its promise")
 
 
 if __name__ == "__main__":
