@@ -162,7 +162,7 @@ def check_command(plan_path: Path, max_peak: str | None, as_json: bool) -> None:
 @main.command("verify")
 @click.argument("model", metavar="MODEL.py[:NAME]")
 @_plan_argument
-@click.option("--steps", default=4, show_default=True, type=click.IntRange(min=1), help="Training steps to compare.")
+@click.option("--steps", default=4, show_default=True, type=click.IntRange(min=3), help="Training steps to compare.")
 @click.option("--spill-dir", type=click.Path(path_type=Path, file_okay=False), help="Folder for swapped-out tensors.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 @_json_option

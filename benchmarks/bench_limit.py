@@ -14,7 +14,7 @@ from trial import Killed, compiled, run
 
 EXAMPLE = "examples/gpt2.py"
 STEPS = 4
-ROOM = 64 * 2**20  # libraries, first-call caches and threads above what both runs hold before the first step
+ROOM = 64 * 2**20  # first-call caches, threads and pages of libraries above what is there before the first step
 
 
 @contextmanager
@@ -39,15 +39,13 @@ def hard_limit(limit_bytes: int) -> Iterator[Callable[[list[str]], list[str]] | 
 def main() -> None:
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         raise SystemExit("bench-limit skipped: a memory cgroup needs Linux and the right to make one")
-    free = run(EXAMPLE, plan=None, steps=STEPS)
     rows = []
     with compiled(EXAMPLE, "60%") as (path, plan):
-        if isinstance(free, Killed):
-            raise SystemExit(f"the unlimited eager run did not finish: {free}")
-        resting = plan.promise.resting_bytes
-        limit = int(
-            free.base_bytes - resting + plan.promise.peak_bytes * (1 + plan.promise.rss_slack_percent / 100) + ROOM
-        )
+        free, at_rest = run(EXAMPLE, plan=None, steps=STEPS), run(EXAMPLE, plan=path, steps=1)
+        if isinstance(free, Killed) or isinstance(at_rest, Killed):
+            raise SystemExit(f"an unlimited run did not finish: {free} {at_rest}")
+        promised = plan.promise.peak_bytes * (1 + plan.promise.rss_slack_percent / 100)
+        limit = int(at_rest.base_bytes - plan.promise.resting_bytes + promised + ROOM)
         with hard_limit(limit) as wrap:
             if wrap is None:
                 raise SystemExit("bench-limit skipped: no memory cgroup can be made here")

@@ -29,7 +29,7 @@ class Trial:
     state: str  # SHA-256 over every parameter, buffer, optimizer state tensor and the generator's state
     peak_bytes: int
     high_water_bytes: int
-    base_bytes: int  # resident before the first step
+    base_bytes: int  # anonymous bytes resident before the first step; pages of files can be dropped, these cannot
     step_us: float
     report: str  # what the planned step says of itself; "" when eager
     applied: str
@@ -97,7 +97,7 @@ def train(spec: str, *, plan: Path | None, steps: int, memory_policy: str) -> Tr
             return job.step_fn(model, optimizer, *args)
 
     reset_high_water()
-    base_bytes = high_water_bytes()
+    base_bytes = _anonymous_bytes()
     losses, seconds, peak_bytes = [], [], 0
     for number in range(steps):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -123,6 +123,12 @@ def train(spec: str, *, plan: Path | None, steps: int, memory_policy: str) -> Tr
         losses=tuple(losses), state=_digest(model, optimizer), peak_bytes=peak_bytes, high_water_bytes=high_water,
         base_bytes=base_bytes, step_us=1e6 * statistics.median(seconds[-3:]), report=report, applied=applied,
     )  # fmt: skip
+
+
+def _anonymous_bytes() -> int:
+    status = Path("/proc/self/status")
+    fields = dict(line.split(":", 1) for line in status.read_text().splitlines()) if status.exists() else {}
+    return 1024 * int(fields.get("RssAnon", "0 kB").split()[0])
 
 
 def _resting_bytes(model: Any, optimizer: Any, batch: tuple[Any, ...]) -> int:

@@ -28,9 +28,9 @@ from tensile.schedules import codec
 from tensile.schedules.errors import LaneError, PlanMismatch, StepLost, TensileError
 from tensile.schedules.plan import Free, Plan, Recompute, SwapOut
 
-# steady steps whose allocated peak is measured; the second counts, because the allocator does not know the sizes of
-# blocks that were there before the first
-_MEASURED_STEPS = (1, 2)
+# after the first step, so many in a row run under the profiler: the allocator learns the sizes of the blocks that were
+# there before, and the last of them gives the peak
+_MEASURED_IN_A_ROW = 2
 
 
 def load(
@@ -86,7 +86,8 @@ class PlannedStep:
         self._steps = self._eager_steps = 0
         self._eager_because: str | None = None
         self._peak_bytes: int | None = None
-        self._unmeasured_because: str | None = None
+        self._unmeasured_because: str | None = "it takes three planned steps"
+        self._measured_in_a_row = 0
         self._times_us: deque[float] = deque(maxlen=101)
         refused = apply_memory_policy(memory_policy)
         self._remarks: tuple[str, ...] = (f"resident memory may exceed allocated memory: {refused}",) if refused else ()
@@ -186,23 +187,26 @@ class PlannedStep:
     def _eager(self, batch: tuple[Any, ...], reason: str) -> Any:
         with self.resident():
             self._eager_steps += 1
+            self._measured_in_a_row = 0
             self._eager_because = reason
             return self._step_fn(self._model, self._optimizer, *batch)
 
     def _planned(self, stage: Stage, leaves: list[Any]) -> Any:
         generator = torch.get_rng_state()
-        measuring = self._steps in _MEASURED_STEPS
+        measuring = self._steps > 0 and self._peak_bytes is None
         if measuring and profiler_is_active():
-            measuring, self._unmeasured_because = False, "a profiler was running"
+            measuring, self._measured_in_a_row, self._unmeasured_because = False, 0, "a profiler was running"
         started = time.perf_counter()
         try:
             if measuring:
                 base = stage.resident_bytes()
                 above, values = allocated_peak(lambda: stage.run(leaves))
-                self._peak_bytes = base + above
+                self._measured_in_a_row += 1
+                if self._measured_in_a_row == _MEASURED_IN_A_ROW:
+                    self._peak_bytes = base + above
             else:
                 values = stage.run(leaves)
-                if self._steps > max(_MEASURED_STEPS):
+                if self._steps > 0:
                     self._times_us.append(1e6 * (time.perf_counter() - started))
         except BaseException as error:
             raise self._recovered(stage, error, generator) from error.__cause__

@@ -63,10 +63,11 @@ def verify(
 ) -> Verification:  # fmt: skip
     """Train `steps` steps eagerly, go back, train as many under the plan, and compare bit by bit after every step.
 
-    The learning rate changes at every step when `change_lr`. The workload ends as it began. At least three steps run,
+    The learning rate changes at every step when `change_lr`. The workload ends as it began. It takes at least three,
     because the planned peak is measured in the third. Raises what loading and running the plan raises.
     """
-    steps = max(steps, 3)
+    if steps < 3:
+        raise ValueError(f"verify takes at least 3 steps, not {steps}")
     model, optimizer, batch = workload.model, workload.optimizer, tuple(workload.batch)
     start = _Snapshot(model, optimizer)
 

@@ -110,6 +110,14 @@ def test_the_report_counts_what_was_applied(step: tuple[tensile.Workload, Any], 
     assert f"applied {swaps} of {swaps} swaps" in str(report)
 
 
+def test_a_peak_not_measured_yet_is_no_number(step: tuple[tensile.Workload, Any]) -> None:
+    job, planned = step
+    for _ in range(2):
+        planned(*job.batch)
+    assert planned.report().measured_peak_bytes is None
+    assert "not measured: it takes three planned steps" in str(planned.report())
+
+
 TOUCHES: dict[str, Callable[[torch.Tensor], Any]] = {
     "add": lambda t: t + 1, "sum": lambda t: t.sum(), "clone": lambda t: t.clone(),
     "copy_": lambda t: t.copy_(torch.zeros_like(t)),
