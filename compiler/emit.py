@@ -8,7 +8,7 @@ from tensile.compiler.graph import Graph
 from tensile.compiler.occupancy import memory, residences
 from tensile.compiler.problem import Problem
 from tensile.compiler.profile import Profile
-from tensile.compiler.simulate import Timeline, simulate
+from tensile.compiler.simulate import Timeline, run_ns, simulate
 from tensile.compiler.solution import Run, Solution
 from tensile.schedules.plan import (
     Event,
@@ -60,7 +60,7 @@ def _row(graph: Graph, problem: Problem, run: Run) -> OpRow:
     return OpRow(
         op=run.op, call=op.call, phase=op.phase, module=op.module, source=op.source,
         reads=facts.reads if first else facts.again_reads, writes=facts.writes if first else facts.again_writes,
-        creates=facts.creates, time_ns=facts.time_ns, workspace_bytes=facts.workspace_bytes,
+        creates=facts.creates, time_ns=run_ns(problem, run), workspace_bytes=facts.workspace_bytes,
     )  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def _notes(problem: Problem, solution: Solution, timeline: Timeline) -> list[str
     size = [storage.size_bytes for storage in problem.storages]
     moved = sum(size[swap.storage] for swap in solution.swaps)
     again = [run for run in solution.runs if run.restores is not None]
-    again_ns = sum(problem.ops[run.op].time_ns for run in again)
+    again_ns = sum(run_ns(problem, run) for run in again)
     step = max(1, timeline.step_ns)
     return [
         f"order: peak {format_bytes(captured)} as captured, {format_bytes(ordered)} as ordered",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from tensile.compiler.occupancy import residences, touched
 from tensile.compiler.problem import Problem
 from tensile.compiler.solution import Run, Swap
 
@@ -147,19 +148,28 @@ def expand(facts: Facts, decisions: Decisions) -> tuple[tuple[Run, ...], tuple[S
         runs.append(Run(op=position))
     place[facts.count] = before[facts.count] = len(runs)
     swaps = [
-        _swap(facts, place, before, storage, last, window)
+        _swap(facts, runs, place, before, storage, last, window)
         for (storage, last), window in sorted(decisions.swaps.items())
     ]
+    stays = defaultdict(list)
+    for storage, first, end in residences(facts.problem, runs):
+        stays[storage].append((first, end))
+    # what no run needs any more after all is freed, not swapped
+    swaps = [s for s in swaps if s.wraps or any(a <= s.out_start and s.in_need < b for a, b in stays[s.storage])]
     return tuple(runs), tuple(sorted(swaps, key=lambda s: (s.out_start, s.out_free, s.storage)))
 
 
-def _swap(facts: Facts, place: list[int], before: list[int], storage: int, last: int, window: Window) -> Swap:
+def _swap(
+    facts: Facts, runs: list[Run], place: list[int], before: list[int], storage: int, last: int, window: Window
+) -> Swap:  # fmt: skip
     wraps = window.need >= facts.count
     cycle = facts.count if wraps else 0
     # what is made again before the op that ends or begins the interval may touch the storage too
     need = before[window.need - cycle]
     fetch = min(before[window.fetch - cycle], need)
+    free = max(before[window.free], place[last] + 1)
+    free = max([free, *(k + 1 for k in range(free, place[window.free]) if storage in touched(facts.problem, runs[k]))])
     return Swap(
-        storage=storage, out_start=place[last] + 1, out_free=max(before[window.free], place[last] + 1),
-        in_start=fetch, in_need=need, wraps=wraps,
+        storage=storage, out_start=place[last] + 1, out_free=free,
+        in_start=fetch if wraps else max(fetch, free), in_need=need, wraps=wraps,
     )  # fmt: skip

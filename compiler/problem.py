@@ -17,8 +17,8 @@ _MOVABLE = ("parameter", "buffer", "optimizer_state", "gradient", "activation")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemOp:
-    """Storages are indices into Problem.storages. `again_ok`: may be run again; `again_reads`/`again_writes` are what
-    a second run reads and writes (batch norm without statistics writes nothing). `movable`: an optimizer op."""
+    """Storages are indices into Problem.storages. `again_ok`: may be run again; `again_ns`, `again_reads` and
+    `again_writes` are what a second run takes, reads and writes (batch norm without statistics writes nothing)."""
 
     time_ns: int
     workspace_bytes: int
@@ -27,6 +27,7 @@ class ProblemOp:
     creates: tuple[int, ...]
     after: tuple[int, ...]
     again_ok: bool
+    again_ns: int
     again_reads: tuple[int, ...]
     again_writes: tuple[int, ...]
     phase: int  # 0 forward, 1 backward, 2 optimizer
@@ -119,7 +120,8 @@ def _op(op: Op, graph: Graph, time_ns: int, workspace_bytes: int) -> ProblemOp:
     skipped = {s for s in op.writes if graph.storages[s].enters} if not op.no_recompute else set()
     return ProblemOp(
         time_ns=time_ns, workspace_bytes=workspace_bytes, reads=op.reads, writes=op.writes, creates=op.creates,
-        after=op.after, again_ok=not op.no_recompute, again_reads=tuple(s for s in op.reads if s not in skipped),
+        after=op.after, again_ok=not op.no_recompute, again_ns=time_ns,
+        again_reads=tuple(s for s in op.reads if s not in skipped),
         again_writes=tuple(s for s in op.writes if s not in skipped), phase=_PHASES[op.phase],
     )  # fmt: skip
 

@@ -1,12 +1,14 @@
 """Discrete events: when every run and copy of a solution happens, on one compute stream and two copy lanes.
 
-A lane copies one storage at a time in the order the copies start. Compute waits where the plan frees what is still on
+A lane copies in chunks, the copy with the nearest deadline first: a later, more urgent one goes before what is left of
+an earlier one. Compute waits where the plan frees what is still on
 its way out, and where it needs what is still on its way in. No copy crosses the end of a step, so that one step is the
 steady state.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +32,12 @@ class Timeline:
     in_ns: tuple[tuple[int, int], ...]
 
 
+def run_ns(problem: Problem, run: Run) -> int:
+    """How long one run takes, in nanoseconds."""
+    op = problem.ops[run.op]
+    return op.time_ns if run.restores is None else op.again_ns
+
+
 def simulate(problem: Problem, runs: Sequence[Run], swaps: Sequence[Swap]) -> Timeline:
     """The timeline of one steady-state step."""
     lanes = _Lanes(problem.duplex_percent)
@@ -46,19 +54,19 @@ def simulate(problem: Problem, runs: Sequence[Run], swaps: Sequence[Swap]) -> Ti
         if k in at:
             starts, frees, fetches, needs = at[k]
             arrived = now
-            for index in sorted(starts, key=lambda i: (swaps[i].out_free, swaps[i].storage)):
+            for index in starts:
                 work = problem.out_latency_ns * 1000 + size[swaps[index].storage] * problem.out_ps_per_byte
-                lanes.put(0, index, work, now)
+                lanes.put(0, swaps[index].out_free, index, work, now)
             for index in frees:
                 now = lanes.finish(0, index, now)
-            for index in sorted(fetches, key=lambda i: (swaps[i].in_need, swaps[i].storage)):
+            for index in fetches:
                 work = problem.in_latency_ns * 1000 + size[swaps[index].storage] * problem.in_ps_per_byte
-                lanes.put(1, index, work, now)
+                lanes.put(1, swaps[index].in_need, index, work, now)
             for index in needs:
                 now = lanes.finish(1, index, now)
             stalls[k] = now - arrived
         if k < len(runs):
-            now += problem.ops[runs[k].op].time_ns
+            now += run_ns(problem, runs[k])
     levels = memory(problem, runs, swaps)
     peak = max(levels, default=0)
     return Timeline(
@@ -69,19 +77,20 @@ def simulate(problem: Problem, runs: Sequence[Run], swaps: Sequence[Swap]) -> Ti
 
 
 class _Lanes:
-    """Two first-in first-out lanes. Work is in picoseconds of copying alone; while both copy, each goes at
+    """Two lanes, earliest deadline first. Work is in picoseconds of copying alone; while both copy, each goes at
     `duplex_percent` of its rate. Time is in nanoseconds."""
 
     def __init__(self, duplex_percent: int) -> None:
         self._duplex = duplex_percent
-        self._queue: tuple[list[list[int]], list[list[int]]] = ([], [])  # [swap, work left] in order
+        # each lane's copies as a heap: [deadline, swap, work left]
+        self._queue: tuple[list[list[int]], list[list[int]]] = ([], [])
         self._now = 0
         self._begin: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._end: tuple[dict[int, int], dict[int, int]] = ({}, {})
 
-    def put(self, lane: int, swap: int, work_ps: int, now: int) -> None:
+    def put(self, lane: int, deadline: int, swap: int, work_ps: int, now: int) -> None:
         self._advance(now)
-        self._queue[lane].append([swap, work_ps])
+        heapq.heappush(self._queue[lane], [deadline, swap, work_ps])
 
     def finish(self, lane: int, swap: int, now: int) -> int:
         """When the copy has ended, `now` at the earliest."""
@@ -98,7 +107,7 @@ class _Lanes:
 
     def _next_end(self) -> int:
         rate = self._rate_percent()
-        return self._now + min(-(-queue[0][1] // (10 * rate)) for queue in self._queue if queue)
+        return self._now + min(-(-queue[0][2] // (10 * rate)) for queue in self._queue if queue)
 
     def _advance(self, now: int) -> None:
         while self._now < now and (self._queue[0] or self._queue[1]):
@@ -106,8 +115,8 @@ class _Lanes:
             until = min(now, self._next_end())
             for lane, queue in enumerate(self._queue):
                 if queue:
-                    self._begin[lane].setdefault(queue[0][0], self._now)
-                    queue[0][1] -= (until - self._now) * 10 * rate
+                    self._begin[lane].setdefault(queue[0][1], self._now)
+                    queue[0][2] -= (until - self._now) * 10 * rate
             self._now = until
             self._retire()
         self._now = max(self._now, now)
@@ -115,7 +124,7 @@ class _Lanes:
 
     def _retire(self) -> None:
         for lane, queue in enumerate(self._queue):
-            while queue and queue[0][1] <= 0:
-                swap = queue.pop(0)[0]
+            while queue and queue[0][2] <= 0:
+                swap = heapq.heappop(queue)[1]
                 self._begin[lane].setdefault(swap, self._now)
                 self._end[lane][swap] = self._now

@@ -1,14 +1,15 @@
 """The CPU lane: storages leave to a spill file and come back, each direction on a thread of its own.
 
 The interface is four calls at planned boundaries: `out` starts a copy, `free` waits for it and gives the memory back,
-`fetch` takes memory and starts the copy back, `wait` waits for that one. Memory changes only in `free` and `fetch`, in
+`fetch` takes memory and starts the copy back, `wait` waits for that one. Copies go in chunks, the one with the nearest
+deadline first. Memory changes only in `free` and `fetch`, in
 the training thread, so that what is resident never depends on timing.
 """
 
 from __future__ import annotations
 
+import heapq
 import os
-import queue
 import statistics
 import threading
 import time
@@ -27,43 +28,68 @@ from tensile.schedules.errors import LaneError, TensileError
 MESSAGE = "tensile: this tensor is swapped out between steps; use `with step.resident():` to look at it"
 
 
+# a copy that is needed sooner waits for this much of another one at most; a multiple of the spill file's alignment
+CHUNK_BYTES = 16 * 2**20
+
+
 class _Job:
-    """One copy, done by a worker; `done` is released when it has ended, `error` is what it raised."""
+    """One copy between memory and the spill file; `done` is released when it has ended, `error` is what it raised."""
 
-    __slots__ = ("copy", "done", "error")
+    __slots__ = ("address", "done", "error", "moved", "offset", "size_bytes")
 
-    def __init__(self, copy: Callable[[], None]) -> None:
-        self.copy: Callable[[], None] | None = copy
+    def __init__(self, address: int, size_bytes: int, offset: int) -> None:
+        self.address, self.size_bytes, self.offset = address, size_bytes, offset
+        self.moved = 0
         self.done = threading.Event()
         self.error: BaseException | None = None
 
 
 class _Worker:
-    """A thread that runs copies in the order they were given."""
+    """A thread that copies in chunks, always of the job with the nearest deadline; equal ones in the order given."""
 
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+    def __init__(self, name: str, move: Callable[[int, int, int], None]) -> None:
+        self._move = move
+        self._jobs: list[tuple[int, int, _Job]] = []
+        self._given = 0
+        self._stopped = False
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, copy: Callable[[], None]) -> _Job:
-        job = _Job(copy)
-        self._jobs.put(job)
+    def put(self, job: _Job, deadline: int) -> _Job:
+        with self._changed:
+            self._given += 1
+            heapq.heappush(self._jobs, (deadline, self._given, job))
+            self._changed.notify()
         return job
 
     def stop(self) -> None:
-        self._jobs.put(None)
+        """End what was given, then the thread."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
         self._thread.join()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            assert job.copy is not None
+        while (next_one := self._next()) is not None:
+            job = next_one[2]
+            part = min(CHUNK_BYTES, job.size_bytes - job.moved)
             try:
-                job.copy()
+                self._move(job.address + job.moved, part, job.offset + job.moved)
             except BaseException as error:  # handed to the training thread, which raises it at the planned place
                 job.error = error
-            job.copy = None
-            job.done.set()
+            job.moved += part
+            if job.error is not None or job.moved >= job.size_bytes:
+                job.done.set()
+            else:
+                with self._changed:
+                    heapq.heappush(self._jobs, next_one)
+
+    def _next(self) -> tuple[int, int, _Job] | None:
+        with self._changed:
+            while not self._jobs and not self._stopped:
+                self._changed.wait()
+            return heapq.heappop(self._jobs) if self._jobs else None
 
 
 @dataclass(slots=True)
@@ -99,7 +125,8 @@ class CpuLane:
         self._sizes = dict(size_bytes)
         self._offsets, total = spill_slots(size_bytes)
         self._file = SpillFile(directory, total)
-        self._writer, self._reader = _Worker("tensile-out"), _Worker("tensile-in")
+        self._writer = _Worker("tensile-out", lambda *part: self._file.write(*part))
+        self._reader = _Worker("tensile-in", lambda *part: self._file.read(*part))
         self._away: dict[int, _Away] = {}
         self._process = os.getpid()
         self.counts = LaneCounts()
@@ -122,8 +149,9 @@ class CpuLane:
         """Whether a storage's copy out has begun and its memory is not given back yet."""
         return index in self._away and self._away[index].state == "writing"
 
-    def out(self, index: int, storage: torch.UntypedStorage) -> None:
-        """Start copying a storage to the host; it stays readable until `free`."""
+    def out(self, index: int, storage: torch.UntypedStorage, deadline: int) -> None:
+        """Start copying a storage to the host; it stays readable until `free`. What has the nearest deadline, any
+        number, goes first."""
         self._require_own_process()
         address, size, offset = storage.data_ptr(), storage.nbytes(), self._offsets[index]
         if size > self._sizes[index]:
@@ -131,7 +159,7 @@ class CpuLane:
                 f"storage {index} has {size} bytes, the plan keeps room for {self._sizes[index]}",
                 hint="compile the plan again on this machine",
             )
-        job = self._writer.put(lambda: self._file.write(address, size, offset))
+        job = self._writer.put(_Job(address, size, offset), deadline)
         self._away[index] = _Away(storage=storage, state="writing", job=job, size_bytes=size)
         self.counts.copied_out += 1
 
@@ -142,8 +170,8 @@ class CpuLane:
         torch_private.hollow_out(away.storage, MESSAGE)
         away.state = "out"
 
-    def fetch(self, index: int) -> None:
-        """Take memory and start copying back."""
+    def fetch(self, index: int, deadline: int) -> None:
+        """Take memory and start copying back; `deadline` as in `out`."""
         self._require_own_process()
         away = self._away[index]
         if torch_private.CAN_SWAP_POINTERS:
@@ -153,7 +181,7 @@ class CpuLane:
             away.storage.resize_(away.size_bytes)
             target = away.storage
         address, size, offset = target.data_ptr(), away.size_bytes, self._offsets[index]
-        away.job = self._reader.put(lambda: self._file.read(address, size, offset))
+        away.job = self._reader.put(_Job(address, size, offset), deadline)
         away.state = "reading"
         self.counts.copied_in += 1
 
@@ -182,7 +210,7 @@ class CpuLane:
                 if away.state == "out" or (away.job is not None and away.job.error is not None):
                     if away.state == "reading" and not torch_private.CAN_SWAP_POINTERS:
                         away.storage.resize_(0)
-                    self.fetch(index)
+                    self.fetch(index, 0)
                 self.wait(index)
             except TensileError as error:
                 failure = failure or error

@@ -143,7 +143,9 @@ class _Builder:
                         self._lines.append(_Line(f"lane.drop({storage}, {handle})", reads=(handle,)))
             elif part == "out":
                 handle = f"s{event.storage}"
-                self._lines.append(_Line(f"lane.out({event.storage}, {handle})", reads=(handle,)))
+                self._lines.append(_Line(f"lane.out({event.storage}, {handle}, {event.free})", reads=(handle,)))
+            elif part == "fetch":
+                self._lines.append(_Line(f"lane.fetch({event.storage}, {event.need})"))
             else:
                 self._lines.append(_Line(f"lane.{part}({event.storage})"))
 

@@ -61,7 +61,7 @@ class Stage:
                 return f"{name} has no gradient to add to yet"
         for storage in self._bound.starts_out:
             if not self.lane.is_away(storage):
-                self.lane.out(storage, self._starts_out_storage(storage))
+                self.lane.out(storage, self._starts_out_storage(storage), 0)
         for storage in self._bound.starts_out:
             if self.lane.is_away(storage) and self.lane.is_writing(storage):
                 self.lane.free(storage)
@@ -142,14 +142,14 @@ class Stage:
         """Give a storage's memory back without a copy."""
         torch_private.hollow_out(storage, MESSAGE)
 
-    def out(self, index: int, storage: torch.UntypedStorage) -> None:
-        self.lane.out(index, storage)
+    def out(self, index: int, storage: torch.UntypedStorage, deadline: int) -> None:
+        self.lane.out(index, storage, deadline)
 
     def free(self, index: int) -> None:
         self.lane.free(index)
 
-    def fetch(self, index: int) -> None:
-        self.lane.fetch(index)
+    def fetch(self, index: int, deadline: int) -> None:
+        self.lane.fetch(index, deadline)
 
     def wait(self, index: int) -> None:
         self.lane.wait(index)

@@ -15,7 +15,7 @@ It shares nothing with the planners or the timeline: it walks the step boundary 
 | free | what is freed is resident, and no copy of it is under way |
 | swap_out | what is copied out is resident and not written until it is freed |
 | swap_in | what is copied in is absent, has a host copy of its last contents, and is not touched before it is needed |
-| lanes | expected copy times of one lane do not overlap and follow the order of the events |
+| lanes | a lane copies one storage at a time; a copy is interrupted only by one that is needed no later |
 | caller | the batch and constants are there all the time: neither freed nor swapped |
 | boundary | every storage ends the step as the next one needs it: there, out with a valid host copy, or gone |
 | peak | the worst row, the bytes there and between two steps are as promised |
@@ -193,18 +193,27 @@ def _creators(plan: Plan) -> Iterator[Finding]:
 
 def _lanes(plan: Plan) -> Iterator[Finding]:
     for lane in (SwapOut, SwapIn):
-        busy_until, last = 0, None
-        for k, event in enumerate(plan.events):
-            if not isinstance(event, lane):
-                continue
+        copies = [(k, event) for k, event in enumerate(plan.events) if isinstance(event, lane)]
+        copies.sort(key=lambda copy: (copy[1].begin_us, -copy[1].end_us, -_deadline(copy[1])))
+        under_way: list[tuple[int, SwapOut | SwapIn]] = []  # each interrupts the one before
+        for k, event in copies:
             if event.end_us < event.begin_us:
                 yield Finding("lanes", f"events[{k}].end_us", "the copy ends before it begins")
-            if event.begin_us < busy_until:
-                message = (
-                    f"the copy begins at {event.begin_us} us while events[{last}] keeps the lane until {busy_until} us"
-                )
-                yield Finding("lanes", f"events[{k}].begin_us", message)
-            busy_until, last = max(busy_until, event.end_us), k
+            while under_way and under_way[-1][1].end_us <= event.begin_us:
+                under_way.pop()
+            if under_way:
+                last, outer = under_way[-1]
+                if event.end_us > outer.end_us or _deadline(event) > _deadline(outer):
+                    message = (
+                        f"the copy begins at {event.begin_us} us while events[{last}] keeps the lane until "
+                        f"{outer.end_us} us"
+                    )
+                    yield Finding("lanes", f"events[{k}].begin_us", message)
+            under_way.append((k, event))
+
+
+def _deadline(event: SwapOut | SwapIn) -> int:
+    return event.free if isinstance(event, SwapOut) else event.need
 
 
 def _caller(plan: Plan) -> Iterator[Finding]:

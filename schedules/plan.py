@@ -107,7 +107,8 @@ class StorageRow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapOut:
     """Copy a storage to the host. The copy may begin at boundary `start`; at boundary `free` compute waits for it
-    and the device bytes are given back. `begin_us`, `end_us` are expected times in the step."""
+    and the device bytes are given back. `begin_us`, `end_us` are expected times in the step; a copy that is needed
+    sooner may go between."""
 
     storage: int
     start: int
@@ -151,7 +152,8 @@ Event = SwapOut | SwapIn | Recompute | Free
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A whole plan. `rows[k]` runs k-th; `storages[k].storage == k`; `events` are ordered by boundary (`start`, `row`,
-    `at`), then by kind in the order of `Event`. Each lane copies in the order of its events."""
+    `at`), then by kind in the order of `Event`. Each lane copies in chunks, the copy with the nearest
+    deadline (`free`, `need`) first."""
 
     subject: Subject
     promise: Promise

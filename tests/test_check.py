@@ -24,6 +24,15 @@ CHAIN, RECOMPUTE, RESIDUAL, SWAP = (
 # ---- laws
 
 
+def test_a_copy_that_is_needed_sooner_may_go_between() -> None:
+    first, second = SWAP.events[4], SWAP.events[7]
+    assert isinstance(first, SwapIn)
+    assert isinstance(second, SwapIn)
+    assert first.need < second.need
+    between = changed(SWAP, events={7: {"begin_us": first.begin_us - 1, "end_us": first.end_us + 1}})
+    assert check(between) == ()
+
+
 @given(plans())
 @settings(max_examples=120, deadline=None)
 def test_a_valid_plan_has_no_findings(plan: Plan) -> None:
@@ -297,6 +306,8 @@ FAULTS: list[tuple[str, Plan, list[str]]] = [
     # lanes
     ("two copies in one lane", changed(SWAP, events={7: {"begin_us": 9}}),
      ["lanes: the copy begins at 9 us while events[4] keeps the lane until 10 us at events[7].begin_us"]),
+    ("a copy inside a more urgent one", changed(SWAP, events={7: {"begin_us": 8, "end_us": 9}}),
+     ["lanes: the copy begins at 8 us while events[4] keeps the lane until 10 us at events[7].begin_us"]),
     ("a copy that ends before it begins", changed(SWAP, events={9: {"end_us": 16}}),
      ["lanes: the copy ends before it begins at events[9].end_us"]),
     # caller

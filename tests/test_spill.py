@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensile.runtime import spill as spill_module
+from tensile.runtime.lanes import CHUNK_BYTES as CHUNK
 from tensile.runtime.lanes import CpuLane
 from tensile.runtime.pool import ALIGNMENT, spill_slots
 from tensile.runtime.spill import SpillFile
@@ -62,19 +64,50 @@ def test_a_storage_comes_back_through_the_lane_with_its_bits(sizes: list[int]) -
         wanted = [tensor.clone() for tensor in tensors]
         storages = [tensor.untyped_storage() for tensor in tensors]
         for number, storage in enumerate(storages):
-            lane.out(number, storage)
+            lane.out(number, storage, number)
         for number in range(len(sizes)):
             lane.free(number)
         with pytest.raises(RuntimeError, match="swapped out"):
             tensors[0].sum()
         for number in range(len(sizes)):
-            lane.fetch(number)
+            lane.fetch(number, number)
         for number in range(len(sizes)):
             lane.wait(number)
         assert all(map(torch.equal, tensors, wanted))
         assert lane.counts.copied_out == lane.counts.copied_in == len(sizes)
     finally:
         lane.close()
+
+
+def test_the_copy_with_the_nearest_deadline_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 2 * CHUNK
+    lane = CpuLane(dict.fromkeys(range(3), size), None)
+    begun, go_on = threading.Event(), threading.Event()
+    moves: list[int] = []
+    write = os.pwritev
+
+    def watched(fd: int, memory: Any, offset: int) -> int:
+        moves.append(offset // size)
+        begun.set()
+        assert go_on.wait(10)
+        return write(fd, memory, offset)
+
+    monkeypatch.setattr(spill_module.os, "pwritev", watched)
+    tensors = [bytes_of(size, seed) for seed in range(3)]
+    wanted = [tensor.clone() for tensor in tensors]
+    for number, deadline in ((0, 30), (1, 20), (2, 10)):
+        lane.out(number, tensors[number].untyped_storage(), deadline)
+        assert begun.wait(10)
+    go_on.set()
+    for number in range(3):
+        lane.free(number)
+    # the first chunk was under way when the more urgent copies came; the rest of it waited for them
+    assert moves == [0, 2, 2, 1, 1, 0]
+    for number in range(3):
+        lane.fetch(number, number)
+        lane.wait(number)
+    assert all(map(torch.equal, tensors, wanted))
+    lane.close()
 
 
 def failing(kind: str) -> Any:
@@ -92,7 +125,7 @@ def test_a_failed_write_leaves_the_storage_whole(monkeypatch: pytest.MonkeyPatch
     tensor = bytes_of(2**20, 1)
     wanted = tensor.clone()
     monkeypatch.setattr(spill_module.os, "pwritev", failing(kind))
-    lane.out(0, tensor.untyped_storage())
+    lane.out(0, tensor.untyped_storage(), 1)
     with pytest.raises(LaneError, match=r"ended early|cannot be written"):
         lane.free(0)
     assert torch.equal(tensor, wanted)
@@ -108,11 +141,11 @@ def test_a_failed_read_is_tried_again_when_everything_is_brought_back(
     lane = CpuLane({0: 2**20}, None)
     tensor = bytes_of(2**20, 1)
     wanted = tensor.clone()
-    lane.out(0, tensor.untyped_storage())
+    lane.out(0, tensor.untyped_storage(), 1)
     lane.free(0)
     with monkeypatch.context() as patch:
         patch.setattr(spill_module.os, "preadv", failing(kind))
-        lane.fetch(0)
+        lane.fetch(0, 1)
         with pytest.raises(LaneError, match=r"ended early|cannot be read"):
             lane.wait(0)
     lane.bring_back(lambda index: True)
@@ -146,7 +179,7 @@ def test_a_forked_process_is_refused() -> None:
     child = os.fork()
     if child == 0:
         try:
-            lane.out(0, tensor.untyped_storage())
+            lane.out(0, tensor.untyped_storage(), 1)
         except LaneError:
             os._exit(0)
         os._exit(1)
