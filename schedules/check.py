@@ -201,7 +201,7 @@ def _lanes(plan: Plan) -> Iterator[Finding]:
                 yield Finding("lanes", f"events[{k}].end_us", "the copy ends before it begins")
             while under_way and under_way[-1][1].end_us <= event.begin_us:
                 under_way.pop()
-            if under_way:
+            if under_way and under_way[-1][1].begin_us < event.end_us:
                 last, outer = under_way[-1]
                 if event.end_us > outer.end_us or _deadline(event) > _deadline(outer):
                     message = (
