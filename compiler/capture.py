@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -78,7 +79,7 @@ def _captured(
     graph, program = _lowered(traced, workload, folder)
     if check_twice:
         say("trace again")
-        _require_same(graph, _traced_differently(workload, steady, folder, values=values))
+        _require_same(graph, _traced_differently(workload, steady, traced.counters, folder, values=values))
     return traced, graph, program
 
 
@@ -94,13 +95,16 @@ def _lowered(traced: Traced, workload: Workload, folder: str | None) -> tuple[Gr
     return lower(traced, name=workload.name, device=device, fingerprint=fingerprint, user_folder=folder)
 
 
-def _traced_differently(workload: Workload, steady: Steady, folder: str | None, *, values: bool) -> Graph:
-    """The graph of a second trace under other seeds of Python's and numpy's generators."""
+def _traced_differently(
+    workload: Workload, steady: Steady, counters: tuple[tuple[str, str, Any], ...], folder: str | None, *, values: bool
+) -> Graph:
+    """The graph of a second trace, under other seeds of Python's and numpy's generators and with the attributes of
+    modules as the first left them."""
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     try:
         random.seed(random.random() + 1.0)
         numpy.random.seed(int(numpy.random.randint(2**31)) ^ 1)
-        return _lowered(trace_step(workload, steady, values=values), workload, folder)[0]
+        return _lowered(trace_step(workload, steady, values=values, counters=counters), workload, folder)[0]
     finally:
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)

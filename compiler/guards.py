@@ -1,11 +1,13 @@
-"""What a trace bakes in, checked before every planned step in microseconds.
+"""What a trace bakes in, checked before every planned step.
 
-Shapes, dtypes and strides of the batch; train or eval mode; requires_grad; which tensors the modules hold; options of
-the optimizer; facts about hyper-parameters the trace relied on (`weight_decay != 0`); flags of torch.
+Shapes, dtypes and strides of the batch; train or eval mode and other plain attributes of modules; requires_grad; which
+tensors the modules and the optimizer's options hold; options of the optimizer; facts about hyper-parameters the trace
+relied on (`weight_decay != 0`); flags of torch.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from tensile.compiler import torch_private
 from tensile.compiler.hypers import Hyper
+from tensile.compiler.live import PLAIN
 from tensile.compiler.refusals import refuse
 from tensile.compiler.trace import Traced, batch_names
 from tensile.compiler.workload import Workload
@@ -34,17 +37,45 @@ class _Fact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Attributes:
+    """The plain attributes of one module: `read(live)` must give `values`."""
+
+    live: dict[str, Any]
+    read: Callable[[dict[str, Any]], Any]
+    values: Any
+    planned: dict[str, Any]
+    name: str
+
+    def check(self) -> None:
+        """Raise PlanMismatch, naming the first attribute that is not as captured."""
+        try:
+            if self.read(self.live) == self.values:
+                return
+        except KeyError:
+            pass
+        key, was = next((k, v) for k, v in self.planned.items() if k not in self.live or self.live[k] != v)
+        module = f"module {self.name}" if self.name else "module (the model)"
+        if key == "training":
+            modes = ("eval", "train")
+            raise _changed(f"{module} is in {modes[not was]} mode", f"planned in {modes[was]} mode")
+        now = repr(self.live[key]) if key in self.live else "gone"
+        raise _changed(f"{key} of {module} is {now}", f"planned with {was!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Guards:
-    """The facts of one capture. `check` costs tens of microseconds and raises PlanMismatch for the first that fails."""
+    """The facts of one capture. `check` costs about a microsecond a module and raises PlanMismatch for the first that
+    fails."""
 
     spec: pytree.TreeSpec
     names: tuple[str, ...]
     tensors: tuple[tuple[int, torch.Size, tuple[int, ...], torch.dtype, torch.device, bool], ...]
     constants: tuple[tuple[int, Any], ...]
-    modes: tuple[tuple[dict[str, Any], bool, str], ...]
+    attributes: tuple[_Attributes, ...]
     held: tuple[tuple[dict[str, Any], str, int, str], ...]
     trainable: tuple[tuple[torch.Tensor, bool, str], ...]
     options: tuple[tuple[int, str, Any], ...]
+    option_tensors: tuple[tuple[int, str, int], ...]
     symbolic: tuple[tuple[int, str, int | None], ...]
     facts: tuple[_Fact, ...]
     groups: tuple[tuple[int, ...], ...]
@@ -53,13 +84,8 @@ class Guards:
     def check(self, optimizer: torch.optim.Optimizer, leaves: list[Any], spec: pytree.TreeSpec) -> None:
         """Raise PlanMismatch, naming what changed, unless everything is as captured. `leaves`: the flattened batch."""
         self.check_batch(leaves, spec)
-        for attributes, training, name in self.modes:
-            if attributes["training"] is not training:
-                mode = ("eval", "train")[attributes["training"]]
-                raise _changed(
-                    f"module {name or '(the model)'} is in {mode} mode",
-                    f"planned in {('eval', 'train')[training]} mode",
-                )
+        for module in self.attributes:
+            module.check()
         for registry, key, identity, name in self.held:
             if id(registry.get(key)) != identity:
                 raise _changed(f"{name} is another tensor than when the plan was loaded", "load the plan again")
@@ -76,6 +102,12 @@ class Guards:
             if groups[index].get(key) != value:
                 raise _changed(
                     f"{key} of parameter group {index} is {groups[index].get(key)!r}", f"planned with {value!r}"
+                )
+        for index, key, identity in self.option_tensors:
+            if id(groups[index].get(key)) != identity:
+                raise _changed(
+                    f"{key} of parameter group {index} is another tensor than when the plan was loaded",
+                    "change it in place, or load the plan again",
                 )
         for index, key, item in self.symbolic:
             value = groups[index].get(key)
@@ -134,7 +166,7 @@ def make_guards(workload: Workload, traced: Traced) -> Guards:
             for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)
         ),
         constants=tuple((i, v) for i, v in enumerate(leaves) if not isinstance(v, torch.Tensor)),
-        modes=tuple((module.__dict__, module.training, name) for name, module in named),
+        attributes=tuple(_attributes(module, name, traced.counters) for name, module in named),
         held=tuple(
             (registry, key, id(tensor), f"{name}.{key}" if name else key)
             for name, module in named
@@ -150,11 +182,24 @@ def make_guards(workload: Workload, traced: Traced) -> Guards:
             if key != "params" and (index, key) not in symbolic and not isinstance(value, torch.Tensor)
             and key not in _SCHEDULERS_OWN
         ),
+        option_tensors=tuple(
+            (index, key, id(value))
+            for index, group in enumerate(optimizer.param_groups)
+            for key, value in group.items() if isinstance(value, torch.Tensor)
+        ),
         symbolic=tuple((h.group, h.key, h.item) for h in traced.hypers),
         facts=_facts(traced, symbols),
         groups=tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups),
         flags=current_flags(),
     )  # fmt: skip
+
+
+def _attributes(module: torch.nn.Module, name: str, counters: tuple[tuple[str, str, Any], ...]) -> _Attributes:
+    """What a module's forward may read and a trace bakes in; what the step itself changes is left out."""
+    counted = {key for owner, key, _ in counters if owner == name}
+    planned = {key: value for key, value in module.__dict__.items() if type(value) in PLAIN and key not in counted}
+    read = operator.itemgetter(*planned)
+    return _Attributes(live=module.__dict__, read=read, values=read(module.__dict__), planned=planned, name=name)
 
 
 _SCHEDULERS_OWN = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+PLAIN = (bool, int, float, str, type(None))  # types of attributes whose values a trace bakes in
 StateKind = Literal["parameter", "buffer", "optimizer_state"]
 
 
@@ -56,6 +57,16 @@ def state_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> t
 def collect_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """`state_tensors` as a dictionary from name to the live tensor."""
     return {entry.name: entry.tensor for entry in state_tensors(model, optimizer)}
+
+
+def plain_attributes(model: torch.nn.Module) -> dict[tuple[str, str], Any]:
+    """Attributes of modules that are plain values, by module path and name."""
+    return {
+        (name, key): value
+        for name, module in model.named_modules()
+        for key, value in module.__dict__.items()
+        if type(value) in PLAIN
+    }
 
 
 @contextlib.contextmanager

@@ -72,6 +72,11 @@ class _Lowering:
                 continue  # an element, unpacked where its tuple was made
             arguments = node.all_input_nodes
             sources: frozenset[int] = frozenset().union(*(self._producers[self._value[a]] for a in arguments))
+            if any(tensor.layout is not torch.strided for tensor in tensors_of(node.meta.get("val"))):
+                raise refuse(
+                    "TS110", "the step makes sparse gradients", where=self._provenance.of(node).source,
+                    hint="pass sparse=False to the module",
+                )  # fmt: skip
             if self._is_glue(node):
                 call = self._call(node, sources, origin=None)
                 glue |= dict.fromkeys(_result_values(call), call)
@@ -238,7 +243,7 @@ class _Lowering:
         else:
             results = self._new_value(node, content, sources, facts, producer=producer)
         self._digest.update(repr((str(node.target), args, kwargs, results)).encode())
-        return Call(target=node.target, args=args, kwargs=kwargs, results=results)  # type: ignore[arg-type]
+        return Call(target=torch_private.runnable(node.target), args=args, kwargs=kwargs, results=results)
 
     def _with_refs(self, argument: Any) -> Any:
         """The argument with nodes as Refs, and fx's immutable lists and dictionaries as plain ones."""

@@ -14,13 +14,20 @@
 | TS110 | makes sparse gradients |
 | TS111 | raises an error of its own |
 | TS112 | passes on a structure of tensors whole |
-| TS113 | updates batch-norm statistics inside a checkpointed region |
+| TS113 | changes state inside a checkpointed region, which eager runs twice |
+| TS114 | draws random numbers in a checkpointed region that does not keep the generator |
+| TS115 | leaves a gradient on a tensor of the batch |
+| TS116 | returns an object a plan cannot fill in |
+| TS117 | uses a GradScaler |
+| TS118 | uses a parameter in a re-entrant checkpoint and elsewhere |
 """
 
 from __future__ import annotations
 
 import traceback
 from pathlib import Path
+
+import torch
 
 from tensile.compiler.provenance import user_line
 from tensile.schedules.errors import CaptureError
@@ -30,7 +37,7 @@ _TRANSLATIONS = (
         ("GuardOnDataDependentSymNode", "DataDependentOutputException", "Could not guard on data-dependent",
          "Could not extract specialized integer from data-dependent"),
         "TS101", "the step branches on a tensor's value",
-        "replace the branch by torch.where, or move it out of step_fn",
+        "replace the branch by torch.where, or move what needs the value (if, float(), print) out of step_fn",
     ),
     (
         ("DynamicOutputShapeException",),
@@ -38,7 +45,7 @@ _TRANSLATIONS = (
         "use a mask or a fixed size instead of nonzero, unique or boolean indexing",
     ),
     (
-        ("Please convert all Tensors to FakeTensors first",),
+        ("Please convert all Tensors to FakeTensors first", "Mixing fake modes"),
         "TS103", "the step uses a tensor that is neither parameter, buffer, optimizer state nor batch",
         "register it with register_buffer, or pass it in the batch",
     ),
@@ -72,11 +79,15 @@ def refuse(code: str, what: str, *, hint: str, where: str | None = None) -> Capt
 def translated(error: Exception, user_folder: str | None) -> CaptureError:
     """The refusal that an exception met while tracing stands for, with the user's own line."""
     if isinstance(error, CaptureError):
+        error.where = error.where or _where(error, user_folder)
         return error
     text = f"{type(error).__name__}: {error}"
     where = _where(error, user_folder)
     for marks, code, what, hint in _TRANSLATIONS:
         if any(mark in text for mark in marks):
+            if code == "TS101" and _in_optimizer(error):
+                what = "the optimizer branches on a tensor's value"
+                hint = "use an optimizer that computes on tensors only, such as AdamW, SGD or Muon"
             return refuse(code, what, where=where, hint=hint)
     lines = str(error).strip().splitlines()
     summary = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -84,6 +95,14 @@ def translated(error: Exception, user_folder: str | None) -> CaptureError:
         "TS111", f"the step raises while it is traced: {summary}", where=where,
         hint="run the step eagerly once; if it works there, this op or model is not supported by the capture",
     )  # fmt: skip
+
+
+def _in_optimizer(error: Exception) -> bool:
+    """Whether the innermost code outside the rest of torch is an optimizer of torch."""
+    home, torch_folder = str(Path(torch.optim.__file__).parent), str(Path(torch.__file__).parent)
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    told = [file for file in files if file.startswith(home) or not file.startswith(torch_folder)]
+    return bool(told) and told[-1].startswith(home)
 
 
 def _where(error: Exception, user_folder: str | None) -> str | None:

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,26 +59,42 @@ def forget_values(fake: Any) -> Any:
 
 
 @contextlib.contextmanager
-def checkpointing_neutralised(entered: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+def checkpointing_neutralised(
+    entered: Callable[[bool, bool], contextlib.AbstractContextManager[None]],
+) -> Iterator[None]:
     """torch.utils.checkpoint restores generators in Python, which a graph cannot see: call straight through instead.
 
-    The values are the same; what to recompute is the planner's to choose. `entered` is entered around every
-    checkpointed region. Gone: checkpointed models with dropout differ from eager, and the bitwise tests say so.
+    The values are the same; what to recompute is the planner's to choose. `entered(keeps_generator, reentrant)` is
+    entered around every region that eager would run again. A re-entrant one none of whose arguments needs a gradient
+    gives none to its parameters either. Gone: checkpointed models with dropout differ from eager, and the bitwise tests
+    say so.
     """
     import torch.utils.checkpoint as home
 
-    def nothing(*_args: Any, **_kwargs: Any) -> Iterator[None]:
-        with entered():
+    def once(keeps_generator: bool, *, reentrant: bool = False) -> contextlib.AbstractContextManager[None]:
+        # without gradients eager has nothing to run again
+        return entered(keeps_generator, reentrant) if torch.is_grad_enabled() else contextlib.nullcontext()
+
+    def nothing(_function: Any, preserve: bool = True, *_args: Any, **_kwargs: Any) -> Iterator[None]:
+        with once(preserve):
             yield
 
     class Direct:
         @staticmethod
-        def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-            with entered():
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in args):
+                with torch.no_grad():
+                    return function(*args)
+            with once(preserve, reentrant=True):
                 return function(*args)
 
-    def direct(function: Callable[..., Any], args: Any, kwargs: Any, **_options: Any) -> Any:
-        with entered():
+    def direct(
+        function: Callable[..., Any], args: Any, kwargs: Any, *, use_reentrant: bool | None = None,
+        preserve_rng_state: bool = True, **_options: Any,
+    ) -> Any:  # fmt: skip
+        if use_reentrant or use_reentrant is None:
+            return Direct.apply(function, preserve_rng_state, *args)
+        with once(preserve_rng_state):
             return function(*args, **kwargs)
 
     replacements = {
@@ -180,6 +197,27 @@ def op_name(target: torch._ops.OpOverload) -> str:
     return name
 
 
+@dataclass(frozen=True, slots=True)
+class _AsInForward:
+    """An op whose kernel asks whether gradients are on, run as a forward pass runs it: on, but recording nothing."""
+
+    op: torch._ops.OpOverload
+
+    @property
+    def __name__(self) -> str:
+        return str(self.op)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+            return self.op(*args, **kwargs)
+
+
+def runnable(target: Any) -> Any:
+    """What to call for a traced op while gradients are off. Gone: planned LSTMs fail on the CPU for want of a
+    workspace."""
+    return _AsInForward(target) if target is torch.ops.aten.mkldnn_rnn_layer.default else target
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of the storage behind a tensor, real or fake; unique while the storage object lives."""
     return int(tensor.untyped_storage()._cdata)
@@ -191,10 +229,10 @@ def hint_of(symbol: torch.SymFloat) -> float:
     return float(hint)
 
 
-def traced_node_counter() -> Callable[[], int]:
-    """How many nodes the running trace has recorded so far. Gone: zero_grad is taken to run at the end of the step."""
+def traced_nodes() -> Callable[[], list[torch.fx.Node]]:
+    """The nodes the running trace has recorded so far. Gone: zero_grad is taken to run at the end of the step."""
     mode = proxy_tensor.get_proxy_mode()
-    return (lambda: len(mode.tracer.graph.nodes)) if mode is not None else (lambda: 0)
+    return (lambda: list(mode.tracer.graph.nodes)) if mode is not None else list
 
 
 def hint_or_none(symbol: torch.SymFloat | torch.SymInt) -> float | int | None:

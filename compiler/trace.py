@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from tensile.compiler import torch_private
 from tensile.compiler.facts import insert_value_facts
 from tensile.compiler.hypers import FusedCalls, Hyper, group_entries, symbolic_hypers
-from tensile.compiler.live import state_tensors, substituted
+from tensile.compiler.live import PLAIN, plain_attributes, state_tensors, substituted
 from tensile.compiler.provenance import annotated
 from tensile.compiler.refusals import refuse
+from tensile.compiler.regions import checkpointed, require_one_sum
 from tensile.compiler.tidy import has_effects
 from tensile.compiler.workload import Workload
 
@@ -48,7 +48,8 @@ class Traced:
     of `returns`, then gradients, then reassigned attributes.
 
     `returns` describes the result tree; `gradients` name the parameters and say which have a gradient afterwards;
-    `reassigned` are (module, attribute) pairs. `mode` keeps the fake storages alive."""
+    `reassigned` are (module, attribute) pairs. `counters` are plain attributes of modules the step changes: (module,
+    attribute, value after the step). `mode` keeps the fake storages alive."""
 
     graph_module: torch.fx.GraphModule
     mode: torch_private.FakeTensorMode
@@ -58,6 +59,7 @@ class Traced:
     return_count: int
     gradients: tuple[tuple[str, bool], ...]
     reassigned: tuple[tuple[str, str], ...]
+    counters: tuple[tuple[str, str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +86,12 @@ def find_steady_state(workload: Workload, *, values: bool) -> Steady:
         return run.after_one_step()
 
 
-def trace_step(workload: Workload, steady: Steady, *, values: bool) -> Traced:
-    """Record one steady-state step. `values`: the step may branch on values of its batch."""
-    return _Run(workload, torch_private.fake_mode(values=values), steady, born=True).trace()
+def trace_step(
+    workload: Workload, steady: Steady, *, values: bool, counters: tuple[tuple[str, str, Any], ...] = ()
+) -> Traced:
+    """Record one steady-state step. `values`: the step may branch on values of its batch. `counters`: attributes of
+    modules to start with, as an earlier step left them."""
+    return _Run(workload, torch_private.fake_mode(values=values), steady, born=True, counters=counters).trace()
 
 
 def asks_for_values(model: torch.nn.Module) -> bool:
@@ -97,8 +102,13 @@ def asks_for_values(model: torch.nn.Module) -> bool:
 class _Run:
     """One fake run of the step: builds the stand-ins, calls the user's code, collects what it leaves."""
 
-    def __init__(self, workload: Workload, mode: torch_private.FakeTensorMode, steady: Steady, *, born: bool) -> None:
+    def __init__(
+        self, workload: Workload, mode: torch_private.FakeTensorMode, steady: Steady, *, born: bool,
+        counters: tuple[tuple[str, str, Any], ...] = (),
+    ) -> None:  # fmt: skip
         self._workload = workload
+        self._counters = counters
+        self._reentrant: list[range] = []
         self._mode = mode
         self._steady = steady
         model, optimizer = workload.model, workload.optimizer
@@ -133,12 +143,12 @@ class _Run:
         self._fakes = tuple(fakes)
         self._hypers = symbolic_hypers(optimizer, mode)
         self._zero_grad_at: int | None = None
-        self._traced_nodes: Callable[[], int] = lambda: 0
+        self._traced_nodes: Callable[[], list[torch.fx.Node]] = list
 
     def after_one_step(self) -> Steady:
         with self._running([fake.tensor for fake in self._fakes], [h.symbol for h in self._hypers]) as result:
             result()
-            _require_dense([(name, p.grad) for name, p in self._traced_parameters()])
+            self._require_known_gradients()
             optimizer = self._workload.optimizer
             names = self._traced_parameter_names()
             state = {names[id(p)]: dict(entries) for p, entries in optimizer.state.items() if id(p) in names}
@@ -150,13 +160,15 @@ class _Run:
         fused = FusedCalls(self._hypers)
 
         def flat(*arguments: Any) -> list[Any]:
-            self._traced_nodes = torch_private.traced_node_counter()
+            self._traced_nodes = torch_private.traced_nodes()
             tensors, symbols = arguments[: len(self._fakes)], list(arguments[len(self._fakes) :])
             with self._running(list(tensors), symbols) as result, fused.recorded():
                 leaves, layout["returns"] = pytree.tree_flatten(result())
+                _require_plain(leaves)
                 layout["return_count"] = len(leaves)
+                layout["counters"] = tuple(self._changed_attributes())
+                self._require_known_gradients()
                 gradients = [(name, p.grad) for name, p in self._traced_parameters()]
-                _require_dense(gradients)
                 layout["gradients"] = tuple((name, gradient is not None) for name, gradient in gradients)
                 reassigned = list(self._reassigned())
                 layout["reassigned"] = tuple((module, key) for module, key, _ in reassigned)
@@ -166,6 +178,9 @@ class _Run:
         inputs = [*(fake.tensor for fake in self._fakes), *(hyper.symbol for hyper in self._hypers)]
         graph_module = torch_private.trace(flat, inputs, self._mode)
         placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+        named = zip(placeholders, self._fakes, strict=False)
+        parameters = {node: fake.name for node, fake in named if fake.kind == "parameter"}
+        require_one_sum(list(graph_module.graph.nodes), self._reentrant, parameters)
         fused.wire(graph_module, placeholders[len(self._fakes) :])
         insert_value_facts(graph_module, self._mode)
         if self._zero_grad_at is not None:
@@ -198,12 +213,16 @@ class _Run:
             _copy_hooks(entry.tensor, held[id(entry.tensor)])
         with (
             _randomness_kept(),
-            torch_private.checkpointing_neutralised(_statistics_refused),
+            torch_private.checkpointing_neutralised(self._checkpointed),
             _tracing_denied(),
             substituted(model, optimizer, lambda t: held[id(t)], hypers, state),
             self._zero_grad_noted(model, optimizer),
             annotated(model, optimizer),
+            _loss_scaling_refused(),
         ):
+            for name, key, value in self._counters:
+                model.get_submodule(name).__dict__[key] = value
+            self._plain = plain_attributes(model)
             arguments = pytree.tree_unflatten(batch, self._batch_spec)
             yield lambda: workload.step_fn(model, optimizer, *arguments)
 
@@ -221,6 +240,34 @@ class _Run:
             for key, value in entries.items():
                 target.setdefault(key, by_name[f"{owner}/{key}"] if isinstance(value, torch.Tensor) else value)
         return state
+
+    def _require_known_gradients(self) -> None:
+        """Gradients are dense, and only parameters have one after the step."""
+        for fake in self._fakes:
+            gradient = self._held[fake.name].grad
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise refuse(
+                    "TS110", "the step makes sparse gradients", where=fake.name, hint="pass sparse=False to the module"
+                )
+            if gradient is not None and fake.kind == "batch":
+                raise refuse(
+                    "TS115", f"the step leaves a gradient on {fake.name}, which is part of the batch", where=fake.name,
+                    hint=f"use {fake.name}.detach().requires_grad_() in the step",
+                )  # fmt: skip
+
+    def _changed_attributes(self) -> Iterator[tuple[str, str, Any]]:
+        for (name, key), value in plain_attributes(self._workload.model).items():
+            if (name, key) in self._plain and self._plain[name, key] != value:
+                yield name, key, value
+
+    @contextlib.contextmanager
+    def _checkpointed(self, keeps_generator: bool, reentrant: bool) -> Iterator[None]:
+        names = {torch_private.storage_key(tensor): name for name, tensor in self._held.items()}
+        start = len(self._traced_nodes())
+        with checkpointed(self._workload.model, names, self._traced_nodes, keeps_generator):
+            yield
+        if reentrant:
+            self._reentrant.append(range(start, len(self._traced_nodes())))
 
     def _traced_parameters(self) -> list[tuple[str, torch.Tensor]]:
         return [(e.name, self._held[e.name]) for e in self._live if e.kind == "parameter"]
@@ -242,7 +289,7 @@ class _Run:
         def noting(user: Callable[..., Any]) -> Callable[..., Any]:
             def zero_grad(*args: Any, **kwargs: Any) -> Any:
                 if any(p.grad is not None for _, p in self._traced_parameters()):
-                    self._zero_grad_at = self._traced_nodes()
+                    self._zero_grad_at = len(self._traced_nodes())
                 return user(*args, **kwargs)
 
             return zero_grad
@@ -273,10 +320,37 @@ def batch_names(workload: Workload) -> list[str]:
     return names
 
 
-def _require_dense(gradients: list[tuple[str, torch.Tensor | None]]) -> None:
-    for name, gradient in gradients:
-        if gradient is not None and gradient.layout is not torch.strided:
-            raise refuse("TS110", "the step makes sparse gradients", where=name, hint="pass sparse=False to the module")
+def _require_plain(returned: list[Any]) -> None:
+    """What a step returns is filled in anew at every step; only values and tensors in known containers can be."""
+    for leaf in returned:
+        if not isinstance(leaf, (*PLAIN, torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise refuse(
+                "TS116",
+                f"the step returns an object of type {type(leaf).__name__}, whose tensors a plan cannot fill in",
+                hint="return the tensors in a tuple or dictionary, or pass a data class to "
+                "torch.export.register_dataclass first",
+            )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _loss_scaling_refused() -> Iterator[None]:
+    """Inside, a GradScaler that scales is refused, before it keeps a stand-in: whether it steps depends on values."""
+    owner: Any = torch.amp.GradScaler
+    users = owner.scale
+
+    def scale(self: Any, outputs: Any) -> Any:
+        if self.is_enabled():
+            raise refuse(
+                "TS117", "the step uses a GradScaler, which skips the update when gradients overflow",
+                hint="train in bfloat16 or float32, which need no scaling: GradScaler(enabled=False)",
+            )  # fmt: skip
+        return users(self, outputs)
+
+    owner.scale = scale
+    try:
+        yield
+    finally:
+        owner.scale = users
 
 
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:
@@ -302,24 +376,6 @@ def _randomness_kept() -> Iterator[None]:
     finally:
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
-
-
-@contextlib.contextmanager
-def _statistics_refused() -> Iterator[None]:
-    """Inside, a batch norm that updates its statistics is refused: eager checkpointing updates them twice a step."""
-
-    def look(module: torch.nn.Module, _args: Any) -> None:
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training and module.track_running_stats:
-            raise refuse(
-                "TS113", "a checkpointed region updates batch-norm statistics, which eager does twice",
-                hint="leave checkpointing to the plan: switch it off in the model",
-            )  # fmt: skip
-
-    handle = register_module_forward_pre_hook(look)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @contextlib.contextmanager
