@@ -80,6 +80,7 @@ class PlannedStep:
         self._spill_dir = spill_dir
         self._bound: Bound | None = None
         self._stage: Stage | None = None
+        self._optimizer_state: object = None
         self._unbound_because: PlanMismatch | None = None
         self._closed = False
         self._lost = False
@@ -120,6 +121,10 @@ class PlannedStep:
 
     def attach(self, batch: tuple[Any, ...]) -> Stage:
         """Capture the live step for this batch and apply the plan; done once, by the first call if not before."""
+        if self._stage is not None and self._optimizer.state is not self._optimizer_state:
+            # load_state_dict has made another dictionary with other tensors
+            self._stage.bring_back()
+            self._set_stage(self._stage.lane)
         if self._stage is None:
             if self._unbound_because is not None:
                 raise self._unbound_because
@@ -132,8 +137,14 @@ class PlannedStep:
             lane = CpuLane(self._bound.swapped, self._spill_dir)
             if self._bound.swapped and not lane.direct:
                 self._remarks += ("the spill folder's file system has no direct I/O: copies go through the page cache",)
-            self._stage = Stage(self._bound, self._model, self._optimizer, lane)
+            self._set_stage(lane)
+        assert self._stage is not None
         return self._stage
+
+    def _set_stage(self, lane: CpuLane) -> None:
+        assert self._bound is not None
+        self._stage = Stage(self._bound, self._model, self._optimizer, lane)
+        self._optimizer_state = self._optimizer.state
 
     def report(self) -> Report:
         """What was applied, promised and measured so far."""
