@@ -110,7 +110,7 @@ def _train(
     for number in range(steps):
         if change_lr:
             for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * (0.9 + 0.05 * number)
+                _set_rate(group, group["lr"] * (0.9 + 0.05 * number))
         started = time.perf_counter()
         if peak is not None and number in (1, 2):
             peak[0], result = allocated_peak(lambda: step(*batch))
@@ -149,7 +149,11 @@ class _Snapshot:
 
 
 def _bits(model: torch.nn.Module, optimizer: torch.optim.Optimizer, result: Any) -> _Bits:
-    leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    leaves = [
+        leaf if isinstance(leaf, torch.Tensor) else torch.tensor(leaf, dtype=torch.float64)
+        for leaf in pytree.tree_leaves(result)
+        if isinstance(leaf, (torch.Tensor, int, float))
+    ]
     found: _Bits = {f"result {number}": _copy(leaf) for number, leaf in enumerate(leaves)}
     found |= {name: _copy(tensor) for name, tensor in collect_state(model, optimizer).items()}
     found |= {
@@ -195,9 +199,20 @@ def _bytes_at_rest(
 
 @contextlib.contextmanager
 def _rates_restored(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [
+        group["lr"].clone() if isinstance(group["lr"], torch.Tensor) else group["lr"]
+        for group in optimizer.param_groups
+    ]
     try:
         yield
     finally:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+            _set_rate(group, rate)
+
+
+def _set_rate(group: dict[str, Any], rate: Any) -> None:
+    """As learning-rate schedulers do it: a rate that is a tensor changes in place."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].copy_(rate)
+    else:
+        group["lr"] = rate
