@@ -66,13 +66,16 @@ def main() -> None:
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(min=1), help="Measurements an op.")
 @click.option("--margin", default=85, show_default=True, metavar="PERCENT", type=click.IntRange(1, 100),
               help="Plan copies at this share of the measured bandwidth.")  # fmt: skip
+@click.option("--time-limit", default=10.0, show_default=True, metavar="SECONDS", type=click.FloatRange(0),
+              help="Of the search for a faster plan; 0 takes the first one.")  # fmt: skip
+@click.option("--seed", default=0, show_default=True, help="Of the search.")
 @click.option("--spill-dir", type=click.Path(path_type=Path, file_okay=False),
               help="Folder whose disk is measured as the link. [default: the temporary folder]")  # fmt: skip
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 @_json_option
 def compile_command(
     model: str, budget: str, output: Path | None, cache_dir: Path | None, no_cache: bool, repeats: int, margin: int,
-    spill_dir: Path | None, quiet: bool, as_json: bool,
+    time_limit: float, seed: int, spill_dir: Path | None, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Trace and measure the training step of MODEL.py, plan it for a budget, write the plan.
 
@@ -86,6 +89,7 @@ def compile_command(
     from tensile.compiler.load import load_workload
     from tensile.compiler.pipeline import plan_profiled, profile_workload
     from tensile.compiler.profile_cache import default_cache_dir
+    from tensile.compiler.solve import Effort
     from tensile.runtime.bind import device_of
     from tensile.runtime.lanes import measure_link
 
@@ -100,8 +104,9 @@ def compile_command(
         cache = None if no_cache else (cache_dir or default_cache_dir())
         captured, profile = profile_workload(workload, link=link, cache_dir=cache, repeats=repeats, progress=progress)
         plan = plan_profiled(
-            captured.graph, profile, name=workload.name, budget=wanted, margin_percent=margin, progress=progress
-        )
+            captured.graph, profile, name=workload.name, budget=wanted, margin_percent=margin,
+            effort=Effort(seconds=time_limit, seed=seed), progress=progress,
+        )  # fmt: skip
         progress.stage("write")
         codec.save(plan, path)
     if as_json:

@@ -9,7 +9,7 @@ from tensile.compiler.occupancy import memory, residences
 from tensile.compiler.problem import Problem
 from tensile.compiler.profile import Profile
 from tensile.compiler.simulate import Timeline, run_ns, simulate
-from tensile.compiler.solution import Run, Solution
+from tensile.compiler.solution import Answer, Run, Solution
 from tensile.schedules.plan import (
     Event,
     Free,
@@ -29,10 +29,11 @@ _KINDS = (SwapOut, SwapIn, Recompute, Free)
 
 
 def emit(
-    graph: Graph, profile: Profile, problem: Problem, solution: Solution, *, workload_name: str,
+    graph: Graph, profile: Profile, problem: Problem, answer: Answer, *, workload_name: str,
     notes: tuple[str, ...] = (),
 ) -> Plan:  # fmt: skip
-    """The plan that a solution of `problem` stands for."""
+    """The plan that an answer to `problem` stands for."""
+    solution = answer.solution
     timeline = simulate(problem, solution.runs, solution.swaps)
     away = {swap.storage for swap in solution.swaps}
     starts_out = {swap.storage for swap in solution.swaps if swap.wraps}
@@ -41,7 +42,8 @@ def emit(
         peak_bytes=timeline.peak_bytes, peak_row=timeline.peak_run, budget_bytes=problem.budget_bytes,
         eager_peak_bytes=profile.eager_peak_bytes, eager_peak_source=profile.eager_source,
         resting_bytes=_resting(problem, starts_out), spill_bytes=sum(size[s] for s in away),
-        rss_slack_percent=RSS_SLACK_PERCENT, step_us=timeline.step_ns // 1000, eager_step_us=profile.eager_step_us,
+        rss_slack_percent=RSS_SLACK_PERCENT, step_us=timeline.step_ns // 1000,
+        bound_us=int(answer.bound_ns) // 1000, eager_step_us=profile.eager_step_us,
         eager_step_source=profile.eager_source, profile_source=profile.source, planner=solution.planner,
     )  # fmt: skip
     return Plan(
@@ -50,7 +52,7 @@ def emit(
         rows=tuple(_row(graph, problem, run) for run in solution.runs),
         storages=tuple(_storages(graph, problem, starts_out)),
         events=tuple(_events(problem, solution, timeline)),
-        notes=(*notes, *_notes(problem, solution, timeline)),
+        notes=(*notes, *_notes(problem, answer, timeline)),
     )
 
 
@@ -131,7 +133,8 @@ def _resting(problem: Problem, starts_out: set[int]) -> int:
     return sum(s.size_bytes for i, s in enumerate(problem.storages) if (s.enters or s.leaves) and i not in starts_out)
 
 
-def _notes(problem: Problem, solution: Solution, timeline: Timeline) -> list[str]:
+def _notes(problem: Problem, answer: Answer, timeline: Timeline) -> list[str]:
+    solution = answer.solution
     captured = max(memory(problem, [Run(op=op) for op in range(len(problem.ops))], ()), default=0)
     first_runs = [run for run in solution.runs if run.restores is None]
     ordered = max(memory(problem, first_runs, ()), default=0)
@@ -145,4 +148,16 @@ def _notes(problem: Problem, solution: Solution, timeline: Timeline) -> list[str
         f"swap: {len(solution.swaps)} storages, {format_bytes(moved)} each way a step, "
         f"waiting {sum(timeline.stall_ns) / step:.1%} of the step",
         f"recompute: {len(again)} runs, {again_ns / step:.1%} of the step",
+        _planners(answer),
     ]
+
+
+def _planners(answer: Answer) -> str:
+    """What each planner reached, over the ops alone."""
+
+    def over(step_ns: float) -> str:
+        return f"{step_ns / max(1, answer.plain_ns) - 1:+.2%}"
+
+    reached = ", ".join(f"{name} {over(step_ns)}" for name, step_ns in answer.reached)
+    ended = f"; the search ended: {answer.ended}" if answer.ended else ""
+    return f"planners: {reached}; no plan is below {over(answer.bound_ns)}{ended}"

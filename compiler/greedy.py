@@ -22,20 +22,14 @@ _ROUNDS = 6  # of planning for less, when what recomputes need on the way does n
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An exact plan within the budget, and the search whose decisions it stands for."""
+    """An exact plan within the budget, and the search whose decisions it stands for. Ops are in planned order."""
 
     solution: Solution
     search: Search
 
 
-def greedy(problem: Problem) -> Solution | None:
-    """The fastest plan found within the budget, or None. Ops must stand in planned order. Deterministic."""
-    found = construct(Terrain(problem), problem.budget_bytes)
-    return None if found is None else found.solution
-
-
 def construct(terrain: Terrain, budget_bytes: int) -> Found | None:
-    """The fastest plan over all prices, or None. `budget_bytes` may differ from the problem's."""
+    """The fastest plan over all prices, or None; `budget_bytes` may differ from the problem's. Deterministic."""
     best: Found | None = None
     fastest = sum(op.time_ns for op in terrain.problem.ops)
     for price in PRICES:
@@ -70,7 +64,8 @@ def _within(terrain: Terrain, budget: int, price: float, *, recompute: bool = Tr
         reached = search.run()
         if reached:
             search.undo()
-        exact = realise(search, budget, "greedy")
+        decided = bool(search.recomputes) or bool(search.swapped.any())
+        exact = realise(search, budget, "greedy" if decided else "order")
         if isinstance(exact, Solution):
             return Found(exact, search)
         if exact is None or not reached:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -13,12 +14,12 @@ from tensile.compiler.graph import Graph
 from tensile.compiler.measure import measure
 from tensile.compiler.problem import SMALLEST_SWAP_BYTES, build_problem
 from tensile.compiler.profile import Link, Profile
-from tensile.compiler.solve import smallest_budget, solve
+from tensile.compiler.solve import Effort, smallest_budget, solve
 from tensile.compiler.workload import Workload
 from tensile.schedules.check import check
 from tensile.schedules.errors import InfeasibleBudget
 from tensile.schedules.plan import Plan
-from tensile.schedules.units import format_bytes
+from tensile.schedules.units import format_bytes, format_us
 
 
 class Progress(Protocol):
@@ -65,12 +66,13 @@ def plan_profiled(
     budget: Budget,
     margin_percent: int = 85,
     smallest_swap_bytes: int = SMALLEST_SWAP_BYTES,
+    effort: Effort | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Plan a measured graph for a budget and let the referee judge the result.
 
     `margin_percent`: copies are planned at this share of the measured bandwidth, so that a slower link does not stall.
-    `smallest_swap_bytes`: storages below it stay where they are.
+    `smallest_swap_bytes`: storages below it stay where they are. `effort`: of the search, `Effort()` by default.
     Raises InfeasibleBudget, with the smallest feasible budget and the op that holds it up.
     """
     watch = progress or Silent()
@@ -87,14 +89,24 @@ def plan_profiled(
         graph, profile, budget_bytes, margin_percent=margin_percent, smallest_swap_bytes=smallest_swap_bytes
     )
     try:
-        solution = solve(problem)
+        answer = solve(problem, effort or Effort(), _told(watch))
     except InfeasibleBudget as error:
         raise _named(error, graph, budget, budget_bytes) from error
-    plan = emit(graph, profile, problem, solution, workload_name=name)
+    plan = emit(graph, profile, problem, answer, workload_name=name)
     watch.stage("check")
     findings = check(plan)
     assert not findings, "the planner wrote a plan the referee rejects:\n" + "\n".join(map(str, findings))
     return plan
+
+
+def _told(progress: Progress) -> Callable[[str, int, float], None]:
+    """Tells the distance to the bound closing."""
+
+    def told(planner: str, step_ns: int, bound_ns: float) -> None:
+        gap = step_ns / max(1.0, bound_ns) - 1
+        progress.tick(0, 0, f"{planner}: {format_us(step_ns // 1000)}, at most {gap:.2%} above the best there is")
+
+    return told
 
 
 def _named(error: InfeasibleBudget, graph: Graph, budget: Budget, budget_bytes: int) -> InfeasibleBudget:

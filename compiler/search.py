@@ -61,6 +61,7 @@ class Search:
         self.can_swap = terrain.can_swap
         self.final_next = terrain.next
         self.remake_ns = terrain.remake_ns.copy()
+        self.bias = np.ones(len(terrain.storage))  # a search that tries something else multiplies costs by it
         self.free = np.zeros(len(terrain.storage), dtype=np.int64)
         self.fetch = np.zeros(len(terrain.storage), dtype=np.int64)
         self.swapped = np.zeros(len(terrain.storage), dtype=bool)
@@ -77,6 +78,23 @@ class Search:
     def forbid_recomputes(self) -> None:
         """Swaps alone."""
         self.remake_ns[:] = np.inf
+
+    def recompute(self, gap: int) -> bool:
+        """Decide to make the storage of a gap again, if that can be; dead inputs as `prefer_kept` says."""
+        if not (self.open[gap] and np.isfinite(self.remake_ns[gap])):
+            return False
+        chain = self._chain_at(gap, float("inf"))
+        return chain is not None and self._recompute(gap, chain)
+
+    def swap(self, storage: int, last: int, at: int) -> bool:
+        """Decide to swap a storage after op `last` so that it is away at op `at`, if the lanes can hide it."""
+        for gap in self._gaps_of(storage):
+            if self.last[gap] == last and self.open[gap] and self.can_swap[gap]:
+                free, fetch = (int(values[0]) for values in self._windows(np.array([gap])))
+                if free <= at < fetch:
+                    self._swap(gap, free, fetch)
+                    return True
+        return False
 
     def run(self) -> bool:
         """Decide until the level is at most the target everywhere; False when nothing more can be done."""
@@ -285,7 +303,7 @@ class Search:
         """The recompute with the least time per byte gained, cheaper than `limit`. Guesses only grow, so the search
         ends at the first guess above the best found."""
         candidates = candidates[np.isfinite(self.remake_ns[candidates])]
-        density = self.remake_ns[candidates] / self.size[candidates]
+        density = self.bias[candidates] * self.remake_ns[candidates] / self.size[candidates]
         best: tuple[int, _Chain] | None = None
         for place in np.lexsort((-self.size[candidates], density)):
             gap = int(candidates[place])
@@ -297,8 +315,8 @@ class Search:
                 continue
             cost = found.time_ns / (self.size[gap] - found.longer_bytes)
             self.remake_ns[gap] = max(self.remake_ns[gap], cost * self.size[gap])
-            if cost < limit:
-                limit, best = cost, (gap, found)
+            if cost * self.bias[gap] < limit:
+                limit, best = cost * self.bias[gap], (gap, found)
         return best
 
     def _chain(self, gap: int) -> _Chain | None:
@@ -306,15 +324,19 @@ class Search:
         best, best_cost = None, float("inf")
         prices = (0.0, float("inf")) if self.marginal == 0 else (0.0, self.marginal, float("inf"))
         for price in prices:
-            chain = _Chain(position=int(self.next[gap]))
-            try:
-                self._make(int(self.storage[gap]), int(self.last[gap]), chain, {int(self.storage[gap])}, price)
-            except _CannotRemake:
-                continue
-            gain = self.size[gap] - chain.longer_bytes
-            if gain > 0 and chain.time_ns / gain < best_cost:
+            chain = self._chain_at(gap, price)
+            gain = 0.0 if chain is None else self.size[gap] - chain.longer_bytes
+            if chain is not None and gain > 0 and chain.time_ns / gain < best_cost:
                 best, best_cost = chain, chain.time_ns / gain
         return best
+
+    def _chain_at(self, gap: int, price: float) -> _Chain | None:
+        chain = _Chain(position=int(self.next[gap]))
+        try:
+            self._make(int(self.storage[gap]), int(self.last[gap]), chain, {int(self.storage[gap])}, price)
+        except _CannotRemake:
+            return None
+        return chain
 
     def _make(
         self, storage: int, last: int, chain: _Chain, seen: set[int], price: float, *, again: bool = True
@@ -391,6 +413,7 @@ class Search:
         self.next, self.final_next = np.append(self.next, position), np.append(self.final_next, position)
         self.size, self.open = np.append(self.size, size), np.append(self.open, True)
         self.can_swap, self.remake_ns = np.append(self.can_swap, True), np.append(self.remake_ns, np.inf)
+        self.bias = np.append(self.bias, 1.0)
         self.free, self.fetch = np.append(self.free, 0), np.append(self.fetch, 0)
         self.swapped = np.append(self.swapped, False)
 

@@ -39,3 +39,15 @@ class Solution:
     step_ns: int  # simulated, steady state
     peak_bytes: int
     peak_run: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The fastest plan found, and how near it is to the best there can be. `bound_ns`: no plan of this op order is
+    faster, within the budget and under the problem's times. `reached`: (planner, step in ns) of every part that ran."""
+
+    solution: Solution
+    plain_ns: int  # the ops alone
+    bound_ns: float
+    reached: tuple[tuple[str, int], ...]
+    ended: str  # why the search ended: "rounds", "seconds", "bound", "interrupted"; "" when there was none

@@ -1,45 +1,82 @@
-"""Which planner plans, and what to say when nothing fits."""
+"""From a problem to an answer: greedy, relaxation, local search, and what to say when nothing fits."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import inf
 
-from tensile.compiler.greedy import greedy
-from tensile.compiler.occupancy import memory
+from tensile.compiler.bound import bound
+from tensile.compiler.greedy import Found, construct
+from tensile.compiler.improve import improve, rounded
 from tensile.compiler.order import memory_aware_order, reordered
 from tensile.compiler.problem import Problem
-from tensile.compiler.simulate import simulate
-from tensile.compiler.solution import Run, Solution
+from tensile.compiler.solution import Answer, Solution
+from tensile.compiler.terrain import Terrain
 from tensile.schedules.errors import InfeasibleBudget
 
 # shares of the plan-free peak at which smaller budgets are tried as well: the greedy is a heuristic, and the plan of a
 # smaller budget may be the faster one
 _RUNGS = tuple(round(0.88**k, 4) for k in range(1, 14))
 _STEP_SHARE = 400  # budgets are searched to 1/400 of the distance from the floor to the plan without swaps
+_BOUND_SECONDS = 60.0
 
 
-def solve(problem: Problem) -> Solution:
-    """The fastest plan found within `problem.budget_bytes`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How hard to search. The same seed and `rounds` give the same answer as long as `seconds` is not what ends it.
+    No seconds: the greedy alone."""
+
+    seconds: float = 10.0  # of the local search
+    rounds: int = 300
+    seed: int = 0
+
+
+GREEDY = Effort(seconds=0.0)
+
+
+def solve(
+    problem: Problem, effort: Effort = GREEDY, watch: Callable[[str, int, float], None] = lambda name, step, least: None
+) -> Answer:  # fmt: skip
+    """The fastest plan found within `problem.budget_bytes`. `watch` hears of every better plan: planner, step and
+    bound in ns.
 
     Raises InfeasibleBudget with the smallest budget this planner can meet, the op that holds it up and its bytes.
     """
     order = memory_aware_order(problem)
-    ordered = reordered(problem, order)
-    solution = _planned(ordered)
-    if solution is None:
-        smallest = _smallest(ordered)
-        floor = touched_bytes(ordered)
-        op = max(range(len(floor)), key=lambda k: floor[k])
-        raise InfeasibleBudget(
-            "no plan fits the budget", smallest_bytes=smallest, op=order[op], op_bytes=floor[op],
-            hint=f"the smallest feasible budget is {smallest} bytes",
+    terrain = Terrain(reordered(problem, order))
+    plain_ns = sum(op.time_ns for op in problem.ops)
+    found = _ladder(terrain, plain_ns)
+    if found is None:
+        raise _infeasible(terrain, order)
+    reached = [("greedy", found.solution.step_ns)]
+    least, ended = float(plain_ns), ""
+    if effort.seconds > 0 and found.solution.step_ns > plain_ns:
+        watch("greedy", found.solution.step_ns, least)
+        relaxed = bound(terrain, problem.budget_bytes, seconds=_BOUND_SECONDS)
+        if relaxed is not None:
+            least = relaxed.step_ns
+            assert least < inf, "the relaxation forbids a plan that exists"
+            other = rounded(terrain, problem.budget_bytes, relaxed)
+            if other is not None:
+                reached.append(("relaxation", other.solution.step_ns))
+                found = min(found, other, key=lambda one: one.solution.step_ns)
+            watch("relaxation", found.solution.step_ns, least)
+        found, ended = improve(
+            terrain, problem.budget_bytes, found, goal_ns=least, seconds=effort.seconds, rounds=effort.rounds,
+            seed=effort.seed, watch=lambda solution: watch("local search", solution.step_ns, least),
         )  # fmt: skip
-    return _in_captured_indices(solution, order)
+        reached.append(("local search", found.solution.step_ns))
+        ended += "" if relaxed is not None else f" (the relaxation was not solved in {_BOUND_SECONDS:g} s)"
+    return Answer(
+        solution=_in_captured_indices(found.solution, order), plain_ns=plain_ns, bound_ns=least, reached=tuple(reached),
+        ended=ended,
+    )  # fmt: skip
 
 
 def smallest_budget(problem: Problem) -> int:
     """The smallest budget in bytes this planner can meet."""
-    return _smallest(reordered(problem, memory_aware_order(problem)))
+    return _smallest(Terrain(reordered(problem, memory_aware_order(problem))))
 
 
 def touched_bytes(problem: Problem) -> list[int]:
@@ -53,42 +90,47 @@ def touched_bytes(problem: Problem) -> list[int]:
     ]
 
 
-def _planned(ordered: Problem) -> Solution | None:
-    """The plan without swaps where it fits, else the fastest of the greedy's at this budget and at fixed smaller ones,
-    so that more budget is not slower than any rung below it."""
-    runs = tuple(Run(op=op) for op in range(len(ordered.ops)))
-    plain = simulate(ordered, runs, ())
-    if plain.peak_bytes <= ordered.budget_bytes:
-        return Solution(
-            runs=runs, swaps=(), planner="order", step_ns=plain.step_ns, peak_bytes=plain.peak_bytes,
-            peak_run=plain.peak_run,
-        )  # fmt: skip
-    best = greedy(ordered)
+def _ladder(terrain: Terrain, plain_ns: int) -> Found | None:
+    """The fastest of the greedy's plans at this budget and at fixed smaller ones, so that more budget is not slower
+    than any rung below it."""
+    budget = terrain.problem.budget_bytes
+    peak = int(terrain.level.max(initial=0))
+    best = construct(terrain, budget)
     for share in _RUNGS:
-        rung = int(plain.peak_bytes * share)
-        if rung >= ordered.budget_bytes:
+        rung = int(peak * share)
+        if rung >= budget:
             continue
-        if best is None or rung < ordered.budget_bytes // 2 or best.step_ns <= plain.step_ns:
+        if best is None or rung < budget // 2 or best.solution.step_ns <= plain_ns:
             break
-        found = greedy(replace(ordered, budget_bytes=rung))
+        found = construct(terrain, rung)
         if found is None:
             break
-        best = min(best, found, key=lambda solution: (solution.step_ns, -solution.peak_bytes))
+        best = min(best, found, key=lambda one: (one.solution.step_ns, -one.solution.peak_bytes))
     return best
 
 
-def _smallest(ordered: Problem) -> int:
+def _infeasible(terrain: Terrain, order: tuple[int, ...]) -> InfeasibleBudget:
+    smallest = _smallest(terrain)
+    floor = touched_bytes(terrain.problem)
+    op = max(range(len(floor)), key=lambda k: floor[k])
+    return InfeasibleBudget(
+        "no plan fits the budget", smallest_bytes=smallest, op=order[op], op_bytes=floor[op],
+        hint=f"the smallest feasible budget is {smallest} bytes",
+    )  # fmt: skip
+
+
+def _smallest(terrain: Terrain) -> int:
     """Bisect between the physical floor and the peak of the plan without swaps; the result is met by a plan."""
-    low = max(touched_bytes(ordered), default=0)
-    high = max(memory(ordered, [Run(op=op) for op in range(len(ordered.ops))], ()), default=0)
+    low = max(touched_bytes(terrain.problem), default=0)
+    high = int(terrain.level.max(initial=0))
     step = max(1, (high - low) // _STEP_SHARE)
     while high - low > step:
         middle = (low + high) // 2
-        found = greedy(replace(ordered, budget_bytes=middle))
+        found = construct(terrain, middle)
         if found is None:
             low = middle
         else:
-            high = found.peak_bytes
+            high = found.solution.peak_bytes
     return high
 
 

@@ -275,6 +275,7 @@ _PROMISE = _table(
     _bytes("spill_bytes"),
     _int("rss_slack_percent"),
     _us("step_us"),
+    _us("bound_us"),
     _us("eager_step_us"),
     _word("eager_step_source", Source),
     _text("profile_source"),

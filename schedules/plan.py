@@ -67,10 +67,11 @@ class Promise:
     spill_bytes: int  # host memory or disk: at least the sum of the sizes of all storages that are ever out
     rss_slack_percent: int  # the process's high-water mark may exceed peak_bytes by this much under the memory policy
     step_us: int
+    bound_us: int  # no plan in this op order takes less within the budget, under the same op and copy times
     eager_step_us: int
     eager_step_source: Source
     profile_source: str  # "measured" and how
-    planner: str  # "greedy"
+    planner: str  # "local search"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,7 +113,7 @@ def _summary(plan: Plan, width: int) -> list[str]:
                 format_us(promise.step_us),
                 format_us(promise.eager_step_us),
                 promise.eager_step_source,
-                f"{_overhead(plan)} for swaps and recomputes",
+                f"{_overhead(plan)} for swaps and recomputes, at least {_overhead(plan, promise.bound_us)}",
             ),
             ("at rest", format_bytes(promise.resting_bytes), "", "", "between two steps"),
             ("spill", format_bytes(promise.spill_bytes), "", "", "host memory or disk"),
@@ -243,10 +243,11 @@ def _from(source: str) -> str:
     return f", {printable(source)}" if source else ""
 
 
-def _overhead(plan: Plan) -> str:
-    """How much longer the step takes than its ops once each."""
+def _overhead(plan: Plan, step_us: int | None = None) -> str:
+    """How much longer a step, the plan's by default, takes than its ops once each."""
     once_ns = sum({row.op: row.time_ns for row in plan.rows}.values())
-    more = 1000 * plan.promise.step_us / once_ns - 1 if once_ns else 0.0
+    taken_us = plan.promise.step_us if step_us is None else step_us
+    more = 1000 * taken_us / once_ns - 1 if once_ns else 0.0
     return f"{round(100 * more, 1) + 0.0:+.1f}%"
 
 

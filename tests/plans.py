@@ -127,6 +127,6 @@ def _storage(graph: Graph, index: int, away: bool) -> StorageRow:
 def _promise(peak: int, row: int) -> Promise:
     return Promise(
         peak_bytes=peak, peak_row=row, budget_bytes=peak, eager_peak_bytes=0, eager_peak_source="modelled",
-        resting_bytes=0, spill_bytes=0, rss_slack_percent=3, step_us=1, eager_step_us=1,
+        resting_bytes=0, spill_bytes=0, rss_slack_percent=3, step_us=1, bound_us=1, eager_step_us=1,
         eager_step_source="modelled", profile_source="none", planner="by hand",
     )  # fmt: skip

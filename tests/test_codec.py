@@ -200,7 +200,7 @@ def test_bytes_that_are_not_text_are_refused_with_their_line(tmp_path: Path) -> 
     (tmp_path / "a.yaml").write_bytes(SWAP.encode().replace(b"notes:", b"notes: \xff"))
     with pytest.raises(PlanFileError) as caught:
         codec.read(tmp_path / "a.yaml")
-    assert str(caught.value) == f"error: not UTF-8 text\n  at {tmp_path / 'a.yaml'}:26\nhelp: {WROTE}"
+    assert str(caught.value) == f"error: not UTF-8 text\n  at {tmp_path / 'a.yaml'}:27\nhelp: {WROTE}"
 
 
 def test_a_huge_file_is_refused_without_reading_it_all(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_an_error_in_a_file_names_the_file_and_line(tmp_path: Path) -> None:
     with pytest.raises(PlanFileError) as caught:
         codec.read(tmp_path / "a.yaml")
     assert str(caught.value) == (
-        f"error: expected int, found bool at events[0].start\n  at {tmp_path / 'a.yaml'}:57\nhelp: {AGAIN}"
+        f"error: expected int, found bool at events[0].start\n  at {tmp_path / 'a.yaml'}:58\nhelp: {AGAIN}"
     )
 
 

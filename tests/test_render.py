@@ -31,7 +31,7 @@ planned by hand, profile supposed: 1 us an op
 
           planned     eager
 peak     1.77 KiB  2.35 KiB  modelled  75% of eager, budget 1.81 KiB
-step      21.0 us   11.0 us  modelled  +90.9% for swaps and recomputes
+step      21.0 us   11.0 us  modelled  +90.9% for swaps and recomputes, at least +0.0%
 at rest    1004 B                      between two steps
 spill       600 B                      host memory or disk
 the process may take 0% more than the peak
