@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from tensile.compiler.occupancy import residences, touched
+from tensile.compiler.occupancy import memory, residences, touched
 from tensile.compiler.problem import Problem
 from tensile.compiler.solution import Run, Swap
 
@@ -132,8 +132,17 @@ def chain(facts: Facts, decisions: Decisions, targets: list[int], position: int)
     return runs
 
 
-def expand(facts: Facts, decisions: Decisions) -> tuple[tuple[Run, ...], tuple[Swap, ...]]:
-    """The exact runs and swaps. Ops are positions in planned order. Raises CannotExpand."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expanded:
+    """What decisions mean exactly: runs, swaps, and the bytes resident at every run. Ops are in planned order."""
+
+    runs: tuple[Run, ...]
+    swaps: tuple[Swap, ...]
+    memory_bytes: tuple[int, ...]
+
+
+def expand(facts: Facts, decisions: Decisions) -> Expanded:
+    """The exact runs and swaps of decisions. Raises CannotExpand."""
     wanted: dict[int, list[int]] = defaultdict(list)
     for storage in sorted(decisions.recomputes):
         wanted[decisions.at[storage]].append(storage)
@@ -151,12 +160,14 @@ def expand(facts: Facts, decisions: Decisions) -> tuple[tuple[Run, ...], tuple[S
         _swap(facts, runs, place, before, storage, last, window)
         for (storage, last), window in sorted(decisions.swaps.items())
     ]
-    stays = defaultdict(list)
-    for storage, first, end in residences(facts.problem, runs):
-        stays[storage].append((first, end))
+    stays = residences(facts.problem, runs)
+    spans = defaultdict(list)
+    for storage, first, end in stays:
+        spans[storage].append((first, end))
     # what no run needs any more after all is freed, not swapped
-    swaps = [s for s in swaps if s.wraps or any(a <= s.out_start and s.in_need < b for a, b in stays[s.storage])]
-    return tuple(runs), tuple(sorted(swaps, key=lambda s: (s.out_start, s.out_free, s.storage)))
+    swaps = [s for s in swaps if s.wraps or any(a <= s.out_start and s.in_need < b for a, b in spans[s.storage])]
+    swaps.sort(key=lambda s: (s.out_start, s.out_free, s.storage))
+    return Expanded(runs=tuple(runs), swaps=tuple(swaps), memory_bytes=tuple(memory(facts.problem, runs, swaps, stays)))
 
 
 def _swap(

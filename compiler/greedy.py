@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tensile.compiler.expand import CannotExpand, expand
-from tensile.compiler.occupancy import memory
-from tensile.compiler.problem import Problem
 from tensile.compiler.search import Search
 from tensile.compiler.simulate import simulate
-from tensile.compiler.solution import Run, Solution, Swap
+from tensile.compiler.solution import Solution
 from tensile.compiler.terrain import Terrain
 
 PRICES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)  # of a swapped byte, as a share of the time its copy back takes
@@ -47,11 +45,17 @@ def realise(search: Search, budget_bytes: int, planner: str) -> Solution | int |
     decisions contradict each other."""
     problem = search.problem
     try:
-        runs, swaps = expand(search.facts, search.decisions())
+        exact = expand(search.facts, search.decisions())
     except CannotExpand:
         return None
-    excess = max(memory(problem, runs, swaps), default=0) - budget_bytes
-    return excess if excess > 0 else _solution(problem, runs, swaps, planner)
+    excess = max(exact.memory_bytes, default=0) - budget_bytes
+    if excess > 0:
+        return excess
+    timeline = simulate(problem, exact.runs, exact.swaps, exact.memory_bytes)
+    return Solution(
+        runs=exact.runs, swaps=exact.swaps, planner=planner, step_ns=timeline.step_ns,
+        peak_bytes=timeline.peak_bytes, peak_run=timeline.peak_run,
+    )  # fmt: skip
 
 
 def _within(terrain: Terrain, budget: int, price: float, *, recompute: bool = True) -> Found | None:
@@ -72,11 +76,3 @@ def _within(terrain: Terrain, budget: int, price: float, *, recompute: bool = Tr
             return None
         target -= exact
     return None
-
-
-def _solution(problem: Problem, runs: tuple[Run, ...], swaps: tuple[Swap, ...], planner: str) -> Solution:
-    timeline = simulate(problem, runs, swaps)
-    return Solution(
-        runs=runs, swaps=swaps, planner=planner, step_ns=timeline.step_ns, peak_bytes=timeline.peak_bytes,
-        peak_run=timeline.peak_run,
-    )  # fmt: skip

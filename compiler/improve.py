@@ -22,6 +22,7 @@ from tensile.compiler.terrain import Terrain
 _PRICES = (0.0, 0.03, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5)
 _THRESHOLDS = (0.02, 0.3, 0.5, 0.8)  # fractions from which on a relaxed decision is taken
 _BACK_TO_BEST = 40  # rounds
+_PATIENCE = 100  # rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +61,17 @@ def improve(
     seed: int = 0, watch: Callable[[Solution], None] = lambda solution: None,
 ) -> tuple[Found, str]:  # fmt: skip
     """The fastest plan seen, `start` at worst, and what ended the search: "rounds", "seconds", "bound" when a plan
-    takes `goal_ns`, which none beats, or "interrupted" by the user. `watch` hears of every better plan."""
+    takes `goal_ns`, which none beats, "interrupted" by the user, or rounds that found nothing. `watch` hears of every
+    better plan."""
     random = np.random.default_rng(seed)
     best = current = start
     until = time.monotonic() + seconds
     fastest = sum(op.time_ns for op in terrain.problem.ops)
+    waited = 0  # rounds since the last better plan
     for number in range(rounds):
+        if waited == _PATIENCE:
+            return best, f"{_PATIENCE} rounds without a better plan"
+        waited += 1
         if best.solution.step_ns <= goal_ns * (1 + 1e-6):
             return best, "bound"
         if time.monotonic() > until:
@@ -86,7 +92,7 @@ def improve(
         if loss <= 0 or random.random() < 0.3 * math.exp(-loss / spare):
             current = found
         if found.solution.step_ns < best.solution.step_ns:
-            best = found
+            best, waited = found, 0
             watch(best.solution)
     return best, "rounds"
 

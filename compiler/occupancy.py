@@ -45,12 +45,15 @@ def residences(problem: Problem, runs: Sequence[Run]) -> list[tuple[int, int, in
     return stays
 
 
-def memory(problem: Problem, runs: Sequence[Run], swaps: Sequence[Swap]) -> list[int]:
-    """Bytes resident at every run: fixed, storages, what the run creates, its workspace."""
+def memory(
+    problem: Problem, runs: Sequence[Run], swaps: Sequence[Swap], stays: Sequence[tuple[int, int, int]] | None = None
+) -> list[int]:  # fmt: skip
+    """Bytes resident at every run: fixed, storages, what the run creates, its workspace. `stays`: the runs' residences,
+    if they are known already."""
     count = len(runs)
     size = [storage.size_bytes for storage in problem.storages]
     change = [0] * (count + 1)
-    for storage, first, end in residences(problem, runs):
+    for storage, first, end in residences(problem, runs) if stays is None else stays:
         change[first] += size[storage]
         change[end] -= size[storage]
     for swap in swaps:

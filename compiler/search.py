@@ -65,6 +65,7 @@ class Search:
         self.free = np.zeros(len(terrain.storage), dtype=np.int64)
         self.fetch = np.zeros(len(terrain.storage), dtype=np.int64)
         self.swapped = np.zeros(len(terrain.storage), dtype=bool)
+        self.busy_until = terrain.last + 1  # recomputes may need a storage longer before it may leave
         self.bookings: dict[int, _Booking] = {}
         self.recomputes: dict[int, int] = {}  # storage -> gap
         self.at: dict[int, int] = {}  # recomputed storage -> op before which it is made again
@@ -169,7 +170,8 @@ class Search:
         if not hidden.any():
             return False
         candidates, free, fetch = candidates[hidden], free[hidden], fetch[hidden]
-        over = np.concatenate([[0], np.cumsum(np.tile(self.level > self.target, 2))])
+        over = _before((self.level > self.target).astype(np.float64))
+        over = np.concatenate([over, over[-1] + over[1:]])
         gain = self.size[candidates] * (over[fetch] - over[free])
         chosen = int(gain.argmax())
         self._swap(int(candidates[chosen]), int(free[chosen]), int(fetch[chosen]))
@@ -195,14 +197,18 @@ class Search:
         """Free earlier or fetch later what is swapped already, so that it is away at the peak too."""
         gaps = np.nonzero(self.swapped)[0]
         at = np.where(self.last[gaps] < peak, peak, peak + self.count)
-        useful = (self.last[gaps] < at) & (at < self.next[gaps]) & ~((self.free[gaps] <= at) & (at < self.fetch[gaps]))
+        useful = (
+            (self.busy_until[gaps] <= at)
+            & (at < self.next[gaps])
+            & ~((self.free[gaps] <= at) & (at < self.fetch[gaps]))
+        )
         gaps, at = gaps[useful], at[useful]
         self.widened += 1
         if not len(gaps) or self.widened > _MOST_WIDENINGS:
             return False
         size = self.size[gaps]
         early = at < self.free[gaps]
-        elapsed = np.concatenate([[0.0], np.cumsum(np.tile(self.terrain.time_ns, 2))])
+        elapsed = self.terrain.elapsed_ns
         room = np.where(early, elapsed[at] - elapsed[self.last[gaps] + 1], elapsed[self.next[gaps]] - elapsed[at + 1])
         rate = np.where(early, self.terrain.out_rate, self.terrain.in_rate)
         cost = np.maximum(0.0, size / rate - room) / size
@@ -214,39 +220,34 @@ class Search:
 
     # ---- swaps and lanes
 
-    def _prefix(self, room: Floats) -> Floats:
-        """Bytes a lane can carry before each boundary, over two steps."""
-        return np.concatenate([[0.0], np.cumsum(np.tile(room, 2))])
-
     def _windows(self, gaps: Ints) -> tuple[Ints, Ints]:
         """Earliest boundary at which each copy out has ended, latest at which its copy back may start. Nothing is in
         flight between two steps. Windows that cannot be are empty."""
-        out, back = self._prefix(self.out_room), self._prefix(self.in_room)
+        out, back = _before(self.out_room), _before(self.in_room)
         last, following, size = self.last[gaps], self.next[gaps], self.size[gaps]
-        wraps = following >= self.count
+        shift = np.where(following >= self.count, self.count, 0)
         free = np.searchsorted(out, out[last + 1] + size + self.terrain.out_fixed, side="left")
-        shift = np.where(wraps, 0, self.count)  # look back from the second step
-        fetch = np.searchsorted(back, back[following + shift] - size - self.terrain.in_fixed, side="right") - 1 - shift
-        possible = np.where(wraps, (free <= self.count) & (fetch >= self.count), (free < fetch) & (fetch >= 0))
-        return np.where(possible, free, 0), np.where(possible, fetch, 0)
+        free = np.maximum(free, self.busy_until[gaps])
+        fetch = np.searchsorted(back, back[following - shift] - size - self.terrain.in_fixed, side="right") - 1
+        possible = (free <= self.count) & (fetch >= 0) & (free < fetch + shift)
+        return np.where(possible, free, 0), np.where(possible, fetch + shift, 0)
 
     def _missing(self, gaps: Ints, free: Ints, fetch: Ints) -> tuple[Floats, Floats]:
         """Bytes of room each way that are missing for copies that end by `free` and start at `fetch`."""
-        out, back = self._prefix(self.out_room), self._prefix(self.in_room)
-        wraps = self.next[gaps] >= self.count
-        free = np.where(wraps, np.minimum(free, self.count), free)
-        fetch = np.where(wraps, np.maximum(fetch, self.count), fetch)
+        out, back = _before(self.out_room), _before(self.in_room)
+        shift = np.where(self.next[gaps] >= self.count, self.count, 0)
+        has_out = out[np.minimum(free, self.count)] - out[self.last[gaps] + 1]
+        following = self.next[gaps] - shift
+        has_in = back[following] - back[np.clip(fetch - shift, 0, following)]
         need_out, need_in = self.size[gaps] + self.terrain.out_fixed, self.size[gaps] + self.terrain.in_fixed
-        has_out = out[free] - out[self.last[gaps] + 1]
-        has_in = back[self.next[gaps]] - back[np.minimum(fetch, self.next[gaps])]
         return np.maximum(0.0, need_out - has_out), np.maximum(0.0, need_in - has_in)
 
     def _swap_waiting(self, gap: int, free: int, fetch: int) -> bool:
         """Swap so that the copy out has ended by `free` and the copy back starts at `fetch`, waiting where needed."""
-        last, following = int(self.last[gap]), int(self.next[gap])
+        following = int(self.next[gap])
         if following >= self.count:
             free, fetch = min(free, self.count), max(fetch, self.count)
-        free, fetch = max(free, last + 1), min(fetch, following)
+        free, fetch = max(free, int(self.busy_until[gap])), min(fetch, following)
         if free >= fetch:
             return False
         one = np.array([gap])
@@ -415,6 +416,7 @@ class Search:
         self.can_swap, self.remake_ns = np.append(self.can_swap, True), np.append(self.remake_ns, np.inf)
         self.bias = np.append(self.bias, 1.0)
         self.free, self.fetch = np.append(self.free, 0), np.append(self.fetch, 0)
+        self.busy_until = np.append(self.busy_until, last + 1)
         self.swapped = np.append(self.swapped, False)
 
     def _kept_until(self, source: int) -> int:
@@ -458,7 +460,11 @@ class Search:
             for gap in self._gaps_of(source):
                 last = int(self.last[gap])
                 at = position if last < position else position + self.count
-                if last < at < self.next[gap] and not (self.swapped[gap] and at <= self.free[gap] < self.count):
+                if not last < at < self.next[gap]:
+                    continue
+                if self.swapped[gap] and at <= self.free[gap] < self.count:
+                    self.busy_until[gap] = max(int(self.busy_until[gap]), at)
+                else:
                     earlier.append((gap, at))
         for gap, at in earlier:
             if self.swapped[gap] and not self._back_by(gap, at):
@@ -480,6 +486,14 @@ class Search:
             return False
         self._swap(gap, free, start)
         return True
+
+
+def _before(room: Floats) -> Floats:
+    """Bytes a lane can carry before each boundary of the step."""
+    total = np.empty(len(room) + 1)
+    total[0] = 0.0
+    np.cumsum(room, out=total[1:])
+    return total
 
 
 def _take(room: Floats, ops: Ints, need: float) -> Floats:

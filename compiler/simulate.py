@@ -38,8 +38,10 @@ def run_ns(problem: Problem, run: Run) -> int:
     return op.time_ns if run.restores is None else op.again_ns
 
 
-def simulate(problem: Problem, runs: Sequence[Run], swaps: Sequence[Swap]) -> Timeline:
-    """The timeline of one steady-state step."""
+def simulate(
+    problem: Problem, runs: Sequence[Run], swaps: Sequence[Swap], memory_bytes: Sequence[int] | None = None
+) -> Timeline:  # fmt: skip
+    """The timeline of one steady-state step. `memory_bytes`: at every run, if it is known already."""
     lanes = _Lanes(problem.duplex_percent)
     at: dict[int, list[list[int]]] = defaultdict(lambda: [[], [], [], []])
     for index, swap in enumerate(swaps):
@@ -67,7 +69,7 @@ def simulate(problem: Problem, runs: Sequence[Run], swaps: Sequence[Swap]) -> Ti
             stalls[k] = now - arrived
         if k < len(runs):
             now += run_ns(problem, runs[k])
-    levels = memory(problem, runs, swaps)
+    levels = memory(problem, runs, swaps) if memory_bytes is None else memory_bytes
     peak = max(levels, default=0)
     return Timeline(
         step_ns=now, peak_bytes=peak, peak_run=levels.index(peak) if levels else 0, memory_bytes=tuple(levels),

@@ -28,6 +28,7 @@ class Terrain:
         plain = memory(problem, [Run(op=op) for op in range(self.count)], ())
         self.level: Ints = np.array(plain, dtype=np.int64)
         self.time_ns: Floats = np.array([op.time_ns for op in problem.ops], dtype=np.float64)
+        self.elapsed_ns: Floats = np.concatenate([[0.0], np.cumsum(np.tile(self.time_ns, 2))])  # over two steps
         # bytes each lane can carry in a nanosecond, and what a copy's latency is worth
         self.out_rate = 1000.0 / problem.out_ps_per_byte
         self.in_rate = 1000.0 / problem.in_ps_per_byte

@@ -14,7 +14,7 @@ from tensile.compiler.order import memory_aware_order
 from tensile.compiler.problem import Problem, ProblemOp, ProblemStorage
 from tensile.compiler.simulate import simulate
 from tensile.compiler.solution import Run, Swap
-from tensile.compiler.solve import smallest_budget, solve, touched_bytes
+from tensile.compiler.solve import Effort, smallest_budget, solve, touched_bytes
 from tensile.schedules.errors import InfeasibleBudget
 
 
@@ -134,6 +134,20 @@ def test_every_answer_is_within_the_budget_and_complete(p: Problem) -> None:
     assert simulate(p, answer.runs, answer.swaps).step_ns == answer.step_ns
     assert faults(p, answer) == []
     assert peak(p, answer) == answer.peak_bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems() | messy_problems())
+def test_no_plan_beats_the_bound_and_the_search_only_gains(p: Problem) -> None:
+    if refusal(p) is not None:
+        return
+    answer = solve(p, Effort(seconds=60, rounds=12, seed=1))
+    assert faults(p, answer.solution) == []
+    assert peak(p, answer.solution) == answer.solution.peak_bytes <= p.budget_bytes
+    assert answer.plain_ns <= answer.bound_ns <= answer.solution.step_ns * (1 + 1e-9)
+    assert answer.solution.step_ns == min(step for _, step in answer.reached) <= solve(p).solution.step_ns
+    assert answer.ended in ("", "bound", "rounds")
+    assert solve(p, Effort(seconds=60, rounds=12, seed=1)) == answer
 
 
 @settings(max_examples=60, deadline=None)
