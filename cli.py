@@ -24,6 +24,7 @@ from tensile.schedules.errors import TensileError
 from tensile.schedules.units import format_bytes, format_us, parse_bytes
 
 if TYPE_CHECKING:
+    from tensile.compiler.frontier import Frontier
     from tensile.schedules.plan import Plan
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -56,8 +57,10 @@ def main() -> None:
 
 @main.command("compile")
 @click.argument("model", metavar="MODEL.py[:NAME]")
-@click.option("--budget", default="100%", show_default=True, metavar="SIZE|PERCENT|min",
-              help="Device memory the step may use: 8GiB, 60% of the eager peak, or min.")  # fmt: skip
+@click.option("--budget", metavar="SIZE|PERCENT|min",
+              help="Device memory the step may use: 8GiB, 60% of the eager peak, or min.  [default: 100%]")  # fmt: skip
+@click.option("--max-overhead", metavar="PERCENT",
+              help="Instead of --budget: the least memory for at most this much more time.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False),
               help="Plan file to write. [default: MODEL.plan.yaml in this folder]")  # fmt: skip
 @click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False),
@@ -74,7 +77,8 @@ def main() -> None:
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 @_json_option
 def compile_command(
-    model: str, budget: str, output: Path | None, cache_dir: Path | None, no_cache: bool, repeats: int, margin: int,
+    model: str, budget: str | None, max_overhead: str | None, output: Path | None, cache_dir: Path | None,
+    no_cache: bool, repeats: int, margin: int,
     time_limit: float, seed: int, spill_dir: Path | None, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Trace and measure the training step of MODEL.py, plan it for a budget, write the plan.
@@ -85,7 +89,7 @@ def compile_command(
     Example:
       tensile compile examples/gpt2.py --budget 60% -o gpt2.plan.yaml
     """
-    from tensile.compiler.budget import parse_budget
+    from tensile.compiler.budget import parse_budget, parse_overhead
     from tensile.compiler.load import load_workload
     from tensile.compiler.pipeline import plan_profiled, profile_workload
     from tensile.compiler.profile_cache import default_cache_dir
@@ -93,7 +97,9 @@ def compile_command(
     from tensile.runtime.bind import device_of
     from tensile.runtime.lanes import measure_link
 
-    wanted = parse_budget(budget)
+    if budget is not None and max_overhead is not None:
+        raise click.UsageError("--budget and --max-overhead exclude each other")
+    wanted = parse_overhead(max_overhead) if max_overhead is not None else parse_budget(budget or "100%")
     path = output or Path(Path(model.partition(":")[0]).stem + ".plan.yaml")
     _require_writable(path)
     with _progress(quiet) as progress:
@@ -113,6 +119,65 @@ def compile_command(
         _echo_json({"plan": str(path), **render.inspect_json(plan)["promise"]})
     else:
         click.echo(_promise_text(plan, path))
+
+
+@main.command("frontier")
+@click.argument("model", metavar="MODEL.py[:NAME]")
+@click.option("--points", default=12, show_default=True, type=click.IntRange(2, 100), help="Budgets to plan for.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False),
+              help="Draw the curve: .png or .svg (needs matplotlib), .html (needs plotly).")  # fmt: skip
+@click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False),
+              help="Where measured op times are kept. [default: the user's cache folder]")  # fmt: skip
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(min=1), help="Measurements an op.")
+@click.option("--time-limit", default=2.0, show_default=True, metavar="SECONDS", type=click.FloatRange(0),
+              help="Of the search for a faster plan, at every budget.")  # fmt: skip
+@click.option("--spill-dir", type=click.Path(path_type=Path, file_okay=False),
+              help="Folder whose disk is measured as the link. [default: the temporary folder]")  # fmt: skip
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@_json_option
+def frontier_command(
+    model: str, points: int, plot: Path | None, cache_dir: Path | None, repeats: int, time_limit: float,
+    spill_dir: Path | None, quiet: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """How much time each budget costs MODEL.py's step, and how much it must cost at least.
+
+    \b
+    Example:
+      tensile frontier examples/gpt2.py --plot curve.html
+    """
+    from tensile.compiler.frontier_plot import check_plot, draw
+    from tensile.compiler.load import load_workload
+    from tensile.compiler.pipeline import frontier_profiled, profile_workload
+    from tensile.compiler.profile_cache import default_cache_dir
+    from tensile.compiler.solve import Effort
+    from tensile.runtime.bind import device_of
+    from tensile.runtime.lanes import measure_link
+
+    if plot is not None:
+        check_plot(plot)
+        _require_writable(plot)
+    with _progress(quiet) as progress:
+        progress.stage("load")
+        workload = load_workload(model)
+        progress.stage("link")
+        link = measure_link(device_of(workload.model), spill_dir)
+        captured, profile = profile_workload(
+            workload, link=link, cache_dir=cache_dir or default_cache_dir(), repeats=repeats, progress=progress
+        )
+        curve = frontier_profiled(
+            captured.graph, profile, points=points, effort=Effort(seconds=time_limit, rounds=60), progress=progress
+        )
+    if plot is not None:
+        draw(curve, workload.name, profile.eager_peak_bytes, plot)
+    if as_json:
+        _echo_json({
+            "workload": workload.name, "eager_peak_bytes": profile.eager_peak_bytes,
+            "ops_us": curve.plain_ns // 1000, "points": [point.to_json(curve.plain_ns) for point in curve.points],
+        })  # fmt: skip
+    else:
+        click.echo(_frontier_text(curve, profile.eager_peak_bytes))
+        if plot is not None:
+            click.echo(f"wrote {plot}")
 
 
 @main.command("inspect")
@@ -208,6 +273,19 @@ def _promise_text(plan: Plan, path: Path) -> str:
         f"eager {format_us(promise.eager_step_us)} ({promise.eager_step_source})",
         *plan.notes,
     ])  # fmt: skip
+
+
+def _frontier_text(curve: Frontier, eager_peak_bytes: int) -> str:
+    rows = [("budget", "of eager", "step", "overhead", "at least")]
+    for point in curve.points:
+        rows.append((
+            format_bytes(point.budget_bytes), f"{point.budget_bytes / max(1, eager_peak_bytes):.0%}",
+            format_us(point.step_ns // 1000), f"{point.step_ns / max(1, curve.plain_ns) - 1:+.2%}",
+            f"{point.bound_ns / max(1, curve.plain_ns) - 1:+.2%}",
+        ))  # fmt: skip
+    widths = [max(len(row[k]) for row in rows) for k in range(5)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(lines)
 
 
 def _require_writable(path: Path) -> None:

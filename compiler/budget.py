@@ -1,4 +1,4 @@
-"""How much memory a plan may use: bytes, a share of the eager peak, or as little as possible."""
+"""How much memory a plan may use: bytes, a share of the eager peak, or as little as possible within some time."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*\Z")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Exactly one of `size_bytes`, `percent` (of the eager peak) and `smallest` is set; `text` is what was asked."""
+    """Exactly one of `size_bytes`, `percent` (of the eager peak), `smallest` and `overhead_percent` (the least memory
+    for at most this much more time) is set; `text` is what was asked."""
 
     text: str
     size_bytes: int | None = None
     percent: float | None = None
     smallest: bool = False
+    overhead_percent: float | None = None
 
     def bytes_of(self, eager_peak_bytes: int) -> int:
-        """The budget in bytes, given the eager step's peak; not for `smallest`, which only the planner knows."""
+        """The budget in bytes, given the eager step's peak; not for what only the planner can find."""
         if self.size_bytes is not None:
             return self.size_bytes
         assert self.percent is not None, "the smallest budget is the planner's to find"
@@ -48,3 +50,11 @@ def parse_budget(text: str) -> Budget:
     if size <= 0:
         raise TensileError(f"budget {text!r} is out of range", hint="a budget is more than zero bytes")
     return Budget(text=text.strip(), size_bytes=size)
+
+
+def parse_overhead(text: str) -> Budget:
+    """The least memory within an overhead, from "5%" or "0.5 %". Raises TensileError for anything else."""
+    match = _PERCENT.match(text)
+    if not match or float(match.group(1)) > 1000:
+        raise TensileError(f"not an overhead: {text!r}", hint="write how much longer the step may take, such as 5%")
+    return Budget(text=f"within {text.strip()} more time", overhead_percent=float(match.group(1)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -10,11 +11,12 @@ from tensile.compiler.budget import Budget
 from tensile.compiler.capture import Captured, capture
 from tensile.compiler.eager import measure_eager
 from tensile.compiler.emit import emit
+from tensile.compiler.frontier import Frontier, frontier
 from tensile.compiler.graph import Graph
 from tensile.compiler.measure import measure
 from tensile.compiler.problem import SMALLEST_SWAP_BYTES, build_problem
 from tensile.compiler.profile import Link, Profile
-from tensile.compiler.solve import Effort, smallest_budget, solve
+from tensile.compiler.solve import Effort, least_peak, smallest_budget, solve
 from tensile.compiler.workload import Workload
 from tensile.schedules.check import check
 from tensile.schedules.errors import InfeasibleBudget
@@ -78,25 +80,37 @@ def plan_profiled(
     watch = progress or Silent()
     watch.stage("plan")
     eager_peak = profile.eager_peak_bytes
-    if budget.smallest:
-        floor = build_problem(
-            graph, profile, eager_peak, margin_percent=margin_percent, smallest_swap_bytes=smallest_swap_bytes
-        )
-        budget_bytes = smallest_budget(floor)
-    else:
-        budget_bytes = budget.bytes_of(eager_peak)
     problem = build_problem(
-        graph, profile, budget_bytes, margin_percent=margin_percent, smallest_swap_bytes=smallest_swap_bytes
+        graph, profile, eager_peak, margin_percent=margin_percent, smallest_swap_bytes=smallest_swap_bytes
     )
-    try:
-        answer = solve(problem, effort or Effort(), _told(watch))
-    except InfeasibleBudget as error:
-        raise _named(error, graph, budget, budget_bytes) from error
+    if budget.overhead_percent is not None:
+        answer = least_peak(problem, budget.overhead_percent, effort or Effort())
+        problem = replace(problem, budget_bytes=answer.solution.peak_bytes)
+    else:
+        wanted = smallest_budget(problem) if budget.smallest else budget.bytes_of(eager_peak)
+        problem = replace(problem, budget_bytes=wanted)
+        try:
+            answer = solve(problem, effort or Effort(), _told(watch))
+        except InfeasibleBudget as error:
+            raise _named(error, graph, budget, wanted) from error
     plan = emit(graph, profile, problem, answer, workload_name=name)
     watch.stage("check")
     findings = check(plan)
     assert not findings, "the planner wrote a plan the referee rejects:\n" + "\n".join(map(str, findings))
     return plan
+
+
+def frontier_profiled(
+    graph: Graph, profile: Profile, *, points: int, margin_percent: int = 85, effort: Effort | None = None,
+    progress: Progress | None = None,
+) -> Frontier:  # fmt: skip
+    """The memory/time curve of a measured graph: the fastest plan at every budget, and the bound below it."""
+    watch = progress or Silent()
+    watch.stage("frontier")
+    problem = build_problem(graph, profile, profile.eager_peak_bytes, margin_percent=margin_percent)
+    return frontier(
+        problem, points=points, effort=effort, watch=lambda done, total: watch.tick(done, total, "budgets")
+    )  # fmt: skip
 
 
 def _told(progress: Progress) -> Callable[[str, int, float], None]:

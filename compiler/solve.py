@@ -20,6 +20,8 @@ from tensile.schedules.errors import InfeasibleBudget
 _RUNGS = tuple(round(0.88**k, 4) for k in range(1, 14))
 _STEP_SHARE = 400  # budgets are searched to 1/400 of the distance from the floor to the plan without swaps
 _BOUND_SECONDS = 60.0
+_COARSE_STEPS, _FINE_STEPS = 10, 4  # bisections for the least peak within an overhead
+_LOOK_BELOW = 0.9  # of what the greedy reached there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,28 @@ def smallest_budget(problem: Problem) -> int:
     return _smallest(Terrain(reordered(problem, memory_aware_order(problem))))
 
 
+def least_peak(problem: Problem, overhead_percent: float, effort: Effort = GREEDY) -> Answer:
+    """The plan with the smallest peak found whose step takes at most that much longer than the ops alone; the
+    problem's own budget does not matter."""
+    highest = int(Terrain(problem).level.max(initial=0))
+    best = solve(replace(problem, budget_bytes=highest), effort)
+    limit_ns = best.plain_ns * (1 + overhead_percent / 100)
+    low, high = smallest_budget(problem), best.solution.peak_bytes
+    # the greedy finds about where, the whole effort settles it
+    for hard, steps in ((GREEDY, _COARSE_STEPS), (effort, _FINE_STEPS)):
+        for _ in range(steps):
+            middle = (low + high) // 2
+            answer = _fitting(replace(problem, budget_bytes=middle), hard)
+            if answer is not None and answer.solution.step_ns <= limit_ns:
+                best, high = answer, answer.solution.peak_bytes
+            else:
+                low = middle
+        low = max(smallest_budget(problem), int(high * _LOOK_BELOW))
+        if effort.seconds <= 0:
+            break
+    return best
+
+
 def touched_bytes(problem: Problem) -> list[int]:
     """Bytes no plan can avoid at each op: what it touches, its workspace, and what may never be moved."""
     size = [storage.size_bytes for storage in problem.storages]
@@ -88,6 +112,13 @@ def touched_bytes(problem: Problem) -> list[int]:
         always + op.workspace_bytes + sum(size[s] for s in {*op.reads, *op.writes, *op.creates} - pinned)
         for op in problem.ops
     ]
+
+
+def _fitting(problem: Problem, effort: Effort) -> Answer | None:
+    try:
+        return solve(problem, effort)
+    except InfeasibleBudget:
+        return None
 
 
 def _ladder(terrain: Terrain, plain_ns: int) -> Found | None:

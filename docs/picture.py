@@ -1,5 +1,5 @@
 """Draws docs/gpt2-step.svg: memory over one step, eager order against a plan. `python docs/picture.py PLAN`;
-needs the extra `docs`."""
+needs the extra `plot`."""
 
 from __future__ import annotations
 
