@@ -15,7 +15,7 @@ import numpy as np
 from tensile.compiler.expand import Decisions, Window
 from tensile.compiler.terrain import Floats, Ints, Terrain
 
-_LONGEST_CHAIN = 250  # runs
+_LONGEST_CHAIN = 120  # runs
 _MOST_WIDENINGS = 4000
 _KEPT_ANYWAY_BYTES = 2**16  # dead inputs up to this size are kept for a recompute, not made again
 
@@ -75,6 +75,7 @@ class Search:
         self.added_ns = 0.0
         self.widened = 0
         self.marginal = 0.0  # of the last recompute: ns per byte
+        self.chains: dict[int, _Chain | None] = {}  # per gap, as long as no recompute is decided
 
     def forbid_recomputes(self) -> None:
         """Swaps alone."""
@@ -321,6 +322,11 @@ class Search:
         return best
 
     def _chain(self, gap: int) -> _Chain | None:
+        if gap not in self.chains:
+            self.chains[gap] = self._best_chain(gap)
+        return self.chains[gap]
+
+    def _best_chain(self, gap: int) -> _Chain | None:
         """The best of three ways to come by dead inputs: made again, kept, or whichever is cheaper at today's price."""
         best, best_cost = None, float("inf")
         prices = (0.0, float("inf")) if self.marginal == 0 else (0.0, self.marginal, float("inf"))
@@ -433,6 +439,7 @@ class Search:
     def _recompute(self, gap: int, chain: _Chain) -> bool:
         """Apply a chain; False, and nothing changed, when a swapped input cannot be back in time."""
         position, storage = chain.position, int(self.storage[gap])
+        self.chains.clear()
         if not self._all_back((*chain.needed, *chain.extended, *chain.moved), position):
             return False
         for source in chain.moved:

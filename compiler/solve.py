@@ -18,6 +18,7 @@ from tensile.schedules.errors import InfeasibleBudget
 # shares of the plan-free peak at which smaller budgets are tried as well: the greedy is a heuristic, and the plan of a
 # smaller budget may be the faster one
 _RUNGS = tuple(round(0.88**k, 4) for k in range(1, 14))
+_FAR = 1.02
 _STEP_SHARE = 400  # budgets are searched to 1/400 of the distance from the floor to the plan without swaps
 _BOUND_SECONDS = 60.0
 _COARSE_STEPS, _FINE_STEPS = 10, 4  # bisections for the least peak within an overhead
@@ -122,8 +123,8 @@ def _fitting(problem: Problem, effort: Effort) -> Answer | None:
 
 
 def _ladder(terrain: Terrain, plain_ns: int) -> Found | None:
-    """The fastest of the greedy's plans at this budget and at fixed smaller ones, so that more budget is not slower
-    than any rung below it."""
+    """The fastest of the greedy's plans at this budget and at fixed smaller ones, down to a rung so much slower that
+    no smaller one will be faster; so that more budget is not slower than the rungs below it."""
     budget = terrain.problem.budget_bytes
     peak = int(terrain.level.max(initial=0))
     best = construct(terrain, budget)
@@ -135,6 +136,8 @@ def _ladder(terrain: Terrain, plain_ns: int) -> Found | None:
             break
         found = construct(terrain, rung)
         if found is None:
+            break
+        if found.solution.step_ns > _FAR * best.solution.step_ns:
             break
         best = min(best, found, key=lambda one: (one.solution.step_ns, -one.solution.peak_bytes))
     return best
