@@ -23,7 +23,7 @@ from tensile.schedules.errors import InfeasibleBudget
 
 PROBLEMS = Path(__file__).resolve().parent / "problems"
 SHARES = (0.8, 0.6, 0.5, 0.4, 0.3)
-EFFORT = Effort(seconds=10, rounds=10**6)
+EFFORT = Effort(seconds=10, rounds=10**6, patience=10**6)
 # reached by the prototype, in points, at SHARES; None where it found no plan
 REFERENCE: dict[str, tuple[float | None, ...]] = {
     "resnet50-2080ti": (0.00, 1.89, 3.51, 5.51, 8.10), "vgg16-2080ti": (0.00, 0.32, 0.90, 1.76, None),

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensile.compiler.expand import CannotExpand, expand
+import numpy as np
+
+from tensile.compiler.expand import CannotExpand, Expanded, expand
 from tensile.compiler.search import Search
 from tensile.compiler.simulate import simulate
 from tensile.compiler.solution import Solution
-from tensile.compiler.terrain import Terrain
+from tensile.compiler.terrain import Ints, Terrain
 
 PRICES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)  # of a swapped byte, as a share of the time its copy back takes
-_ROUNDS = 6  # of planning for less, when what recomputes need on the way does not fit
+_ROUNDS = 6  # of planning again, when what recomputes need on the way does not fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +42,16 @@ def construct(terrain: Terrain, budget_bytes: int) -> Found | None:
     return best or _within(terrain, budget_bytes, PRICES[0], recompute=False)
 
 
-def realise(search: Search, budget_bytes: int, planner: str) -> Solution | int | None:
-    """The exact plan of a search's decisions; how many bytes it is above the budget if it does not fit; None when the
-    decisions contradict each other."""
+def realise(search: Search, budget_bytes: int, planner: str) -> Solution | Ints | None:
+    """The exact plan of a search's decisions; the bytes it is above the budget at every op if it does not fit; None
+    when the decisions contradict each other."""
     problem = search.problem
     try:
         exact = expand(search.facts, search.decisions())
     except CannotExpand:
         return None
-    excess = max(exact.memory_bytes, default=0) - budget_bytes
-    if excess > 0:
-        return excess
+    if max(exact.memory_bytes, default=0) > budget_bytes:
+        return _excess(exact, budget_bytes, search.count)
     timeline = simulate(problem, exact.runs, exact.swaps, exact.memory_bytes)
     return Solution(
         runs=exact.runs, swaps=exact.swaps, planner=planner, step_ns=timeline.step_ns,
@@ -59,10 +60,10 @@ def realise(search: Search, budget_bytes: int, planner: str) -> Solution | int |
 
 
 def _within(terrain: Terrain, budget: int, price: float, *, recompute: bool = True) -> Found | None:
-    """Plan at one price; aim lower as long as the exact plan is above the budget."""
-    target = budget
+    """Plan at one price; keep more free where the exact plan is above the budget."""
+    reserve = None
     for _ in range(_ROUNDS):
-        search = Search(terrain, target, price)
+        search = Search(terrain, budget, price, reserve)
         if not recompute:
             search.forbid_recomputes()
         reached = search.run()
@@ -74,5 +75,16 @@ def _within(terrain: Terrain, budget: int, price: float, *, recompute: bool = Tr
             return Found(exact, search)
         if exact is None or not reached:
             return None
-        target -= exact
+        reserve = search.reserve + exact
     return None
+
+
+def _excess(exact: Expanded, budget_bytes: int, count: int) -> Ints:
+    """Bytes above the budget at every op, or at a run that is put before it."""
+    above = np.zeros(count, dtype=np.int64)
+    position = count - 1
+    for run, level in zip(reversed(exact.runs), reversed(exact.memory_bytes), strict=True):
+        if run.restores is None:
+            position = run.op
+        above[position] = max(int(above[position]), level - budget_bytes)
+    return above

@@ -7,9 +7,11 @@ rounds; a time limit stops it wherever it is.
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -17,12 +19,13 @@ from tensile.compiler.bound import Bound
 from tensile.compiler.greedy import Found, realise
 from tensile.compiler.search import Search
 from tensile.compiler.solution import Solution
-from tensile.compiler.terrain import Terrain
+from tensile.compiler.terrain import Floats, Ints, Terrain
 
 _PRICES = (0.0, 0.03, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5)
 _THRESHOLDS = (0.02, 0.3, 0.5, 0.8)  # fractions from which on a relaxed decision is taken
 _BACK_TO_BEST = 40  # rounds
-_PATIENCE = 100  # rounds
+_TRIES = 3
+_SHARE_RELAXED = 0.1  # of the rounds begin with the relaxation instead of a plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,24 +44,17 @@ def rounded(terrain: Terrain, budget_bytes: int, relaxed: Bound) -> Found | None
     """The fastest plan made of a relaxation's larger fractions and completed by the search, or None."""
     best: Found | None = None
     for threshold in _THRESHOLDS:
-        seed = _Seed(
-            recomputes=tuple(g for g, value in relaxed.again.items() if value >= threshold),
-            swaps=tuple(
-                (int(terrain.storage[g]), int(terrain.last[g]), (first + end) // 2)
-                for g, (value, first, end) in relaxed.away.items() if value >= threshold
-            ),
-            kept=frozenset(s for s, value in relaxed.kept.items() if value >= threshold),
-        )  # fmt: skip
+        seed = _taken(terrain, relaxed, partial(operator.le, threshold))
         for price in (0.0, 0.1):
-            found = _rebuilt(terrain, budget_bytes, budget_bytes, price, seed, None, "relaxation")
+            found = _rebuilt(terrain, budget_bytes, None, price, seed, None, "relaxation")
             if found is not None and (best is None or found.solution.step_ns < best.solution.step_ns):
                 best = found
     return best
 
 
 def improve(
-    terrain: Terrain, budget_bytes: int, start: Found, *, goal_ns: float, seconds: float, rounds: int,
-    seed: int = 0, watch: Callable[[Solution], None] = lambda solution: None,
+    terrain: Terrain, budget_bytes: int, start: Found, *, relaxed: Bound | None, goal_ns: float, seconds: float,
+    rounds: int, patience: int, seed: int, watch: Callable[[Solution], None] = lambda solution: None,
 ) -> tuple[Found, str]:  # fmt: skip
     """The fastest plan seen, `start` at worst, and what ended the search: "rounds", "seconds", "bound" when a plan
     takes `goal_ns`, which none beats, "interrupted" by the user, or rounds that found nothing. `watch` hears of every
@@ -69,8 +65,8 @@ def improve(
     fastest = sum(op.time_ns for op in terrain.problem.ops)
     waited = 0  # rounds since the last better plan
     for number in range(rounds):
-        if waited == _PATIENCE:
-            return best, f"{_PATIENCE} rounds without a better plan"
+        if waited == patience:
+            return best, f"{patience} rounds without a better plan"
         waited += 1
         if best.solution.step_ns <= goal_ns * (1 + 1e-6):
             return best, "bound"
@@ -78,11 +74,15 @@ def improve(
             return best, "seconds"
         if number % _BACK_TO_BEST == 0:
             current = best
-        part = _ruined(terrain, current.search, random)
+        if relaxed is not None and random.random() < _SHARE_RELAXED:
+            part = _drawn(terrain, relaxed, random)
+        else:
+            part = _ruined(terrain, current.search, random)
         noise = np.exp(random.normal(0, random.uniform(0, 0.3), len(terrain.storage)))
         price = float(random.choice([current.search.price, *_PRICES]))
         try:
-            found = _rebuilt(terrain, budget_bytes, current.search.target, price, part, noise, "local search")
+            reserve = None if random.random() < 0.3 else current.search.reserve
+            found = _rebuilt(terrain, budget_bytes, reserve, price, part, noise, "local search")
         except KeyboardInterrupt:
             return best, "interrupted"
         if found is None:
@@ -95,6 +95,23 @@ def improve(
             best, waited = found, 0
             watch(best.solution)
     return best, "rounds"
+
+
+def _drawn(terrain: Terrain, relaxed: Bound, random: np.random.Generator) -> _Seed:
+    """A relaxation's decisions, each taken with its fraction as the chance, or a bit more or less."""
+    shift = random.uniform(-0.3, 0.3)
+    return _taken(terrain, relaxed, lambda value: bool(random.random() < value + shift * (1 - value)))
+
+
+def _taken(terrain: Terrain, relaxed: Bound, take: Callable[[float], bool]) -> _Seed:
+    return _Seed(
+        recomputes=tuple(g for g, value in relaxed.again.items() if take(value)),
+        swaps=tuple(
+            (int(terrain.storage[g]), int(terrain.last[g]), (first + end) // 2)
+            for g, (value, first, end) in relaxed.away.items() if take(value)
+        ),
+        kept=frozenset(s for s, value in relaxed.kept.items() if take(value)),
+    )  # fmt: skip
 
 
 def _ruined(terrain: Terrain, search: Search, random: np.random.Generator) -> _Seed:
@@ -148,11 +165,12 @@ def _ruined(terrain: Terrain, search: Search, random: np.random.Generator) -> _S
 
 
 def _rebuilt(
-    terrain: Terrain, budget: int, target: int, price: float, seed: _Seed, noise: np.ndarray | None, planner: str
+    terrain: Terrain, budget: int, reserve: Ints | None, price: float, seed: _Seed, noise: Floats | None, planner: str
 ) -> Found | None:  # fmt: skip
-    """The plan that a search makes of a seed, within the budget; one more try below it when it does not fit."""
-    for _ in range(2):
-        search = Search(terrain, target, price)
+    """The plan that a search makes of a seed, within the budget; tried again with more kept free where it does not
+    fit."""
+    for _ in range(_TRIES):
+        search = Search(terrain, budget, price, reserve)
         search.prefer_kept = set(seed.kept)
         search.remake_ns[list(seed.no_recompute)] = np.inf
         if seed.no_swap:
@@ -172,5 +190,5 @@ def _rebuilt(
             return Found(replace(exact, planner=planner), search)
         if exact is None:
             return None
-        target -= exact
+        reserve = search.reserve + exact
     return None

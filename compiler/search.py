@@ -50,10 +50,12 @@ class _Booking:
 class Search:
     """Mutable state of one pass. Positions are op indices; an interval that crosses the end counts on from there."""
 
-    def __init__(self, terrain: Terrain, target: int, price: float) -> None:
+    def __init__(self, terrain: Terrain, target: int, price: float, reserve: Ints | None = None) -> None:
+        """`reserve`: bytes to keep free at every op for what recomputes take there on the way."""
         self.terrain, self.facts, self.problem, self.count = terrain, terrain.facts, terrain.problem, terrain.count
         self.target, self.price = target, price
-        self.level = terrain.level.copy()
+        self.reserve = np.zeros_like(terrain.level) if reserve is None else reserve
+        self.level = terrain.level + self.reserve
         self.out_room, self.in_room = terrain.time_ns * terrain.out_rate, terrain.time_ns * terrain.in_rate
         self.storage, self.last, self.size = terrain.storage, terrain.last, terrain.size
         self.next = terrain.next.copy()

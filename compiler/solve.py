@@ -32,6 +32,7 @@ class Effort:
 
     seconds: float = 10.0  # of the local search
     rounds: int = 300
+    patience: int = 100  # rounds without a better plan
     seed: int = 0
 
 
@@ -66,8 +67,9 @@ def solve(
                 found = min(found, other, key=lambda one: one.solution.step_ns)
             watch("relaxation", found.solution.step_ns, least)
         found, ended = improve(
-            terrain, problem.budget_bytes, found, goal_ns=least, seconds=effort.seconds, rounds=effort.rounds,
-            seed=effort.seed, watch=lambda solution: watch("local search", solution.step_ns, least),
+            terrain, problem.budget_bytes, found, relaxed=relaxed, goal_ns=least, seconds=effort.seconds,
+            rounds=effort.rounds, patience=effort.patience, seed=effort.seed,
+            watch=lambda solution: watch("local search", solution.step_ns, least),
         )  # fmt: skip
         reached.append(("local search", found.solution.step_ns))
         ended += "" if relaxed is not None else f" (the relaxation was not solved in {_BOUND_SECONDS:g} s)"
