@@ -53,7 +53,7 @@ def guessed_profile(graph: Graph) -> Profile:
     peak = plan_free_peak(graph)
     return Profile(
         device_name="guessed", source="guessed", op_ns=op_ns, workspace_bytes=(0,) * len(op_ns),
-        excess_bytes=(0,) * len(op_ns), link=LINK,
+        excess_bytes=((),) * len(op_ns), link=LINK,
         eager_step_us=sum(op_ns) // 1000, eager_peak_bytes=peak, eager_source="modelled",
     )  # fmt: skip
 

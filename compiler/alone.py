@@ -51,7 +51,7 @@ def measure_alone(graph: Graph, program: Program, op: Op, *, repeats: int) -> Me
         inputs.refresh()
         peak, _ = allocated_peak(lambda: call.target(*inputs.args, **inputs.kwargs), graph.device)
     return Measured(
-        time_ns=int(statistics.median(times)), workspace_bytes=max(0, peak - created_bytes(graph, op) - excess),
+        time_ns=int(statistics.median(times)), workspace_bytes=max(0, peak - created_bytes(graph, op) - sum(excess)),
         in_step=False, excess_bytes=excess,
     )  # fmt: skip
 
@@ -63,19 +63,20 @@ def created_bytes(graph: Graph, op: Op) -> int:
     return sum(-(-size // rounding) * rounding for size in sizes)
 
 
-def excess_bytes(graph: Graph, program: Program, op: Op, result: Any) -> int:
-    """The most that the real storage of one of an op's results takes above what its layout asks for."""
-    if not op.creates:
-        return 0
+def excess_bytes(graph: Graph, program: Program, op: Op, result: Any) -> tuple[int, ...]:
+    """What the real storages of an op's results take above what their layouts ask for, in the order of `op.creates`."""
+    found = dict.fromkeys(op.creates, 0)
+    if not found:
+        return ()
     numbers = program.ops[op.index].results
     pairs = [(numbers, result)] if isinstance(numbers, int) else zip(numbers, result, strict=False)
-    most = 0
     for number, tensor in pairs:
         index = None if number is None else program.values[number].tensor
-        if index is not None and isinstance(tensor, torch.Tensor) and graph.tensors[index].storage in op.creates:
-            planned = graph.storages[graph.tensors[index].storage].size_bytes
-            most = max(most, tensor.untyped_storage().nbytes() - planned)
-    return most
+        storage = None if index is None else graph.tensors[index].storage
+        if storage in found and isinstance(tensor, torch.Tensor):
+            real = tensor.untyped_storage().nbytes()
+            found[storage] = max(found[storage], real - graph.storages[storage].size_bytes)
+    return tuple(found.values())
 
 
 def _one_run(target: object, inputs: OpInputs, clock: Clock, device: str) -> int:

@@ -65,9 +65,13 @@ def measure_eager(workload: Workload, graph: Graph, *, steps: int = 3) -> Eager:
     return Eager(step_us=round(statistics.median(times) / 1000), peak_bytes=resting + above, source="measured")
 
 
-def model_eager_peak(graph: Graph, workspace_bytes: Sequence[int] | None = None) -> int:
-    """Bytes eager holds at its worst op, by op index with its workspace: gradients live until zero_grad ran or the step
-    ends, everything else until its last use. What the user's own variables hold longer is not known here."""
+def model_eager_peak(
+    graph: Graph, workspace_bytes: Sequence[int] | None = None, excess_bytes: Sequence[tuple[int, ...]] | None = None
+) -> int:  # fmt: skip
+    """Bytes eager holds at its worst op, with the ops' workspaces and what their results take above their layouts.
+
+    Gradients live until zero_grad ran or the step ends, everything else until its last use. What the user's own
+    variables hold longer is not known here."""
     end = len(graph.ops)
     release = next((op.index for op in graph.ops if op.release_gradient), None)
     born: dict[int, int] = {}
@@ -76,6 +80,10 @@ def model_eager_peak(graph: Graph, workspace_bytes: Sequence[int] | None = None)
         born |= dict.fromkeys(op.creates, op.index)
         last |= dict.fromkeys((*op.reads, *op.writes, *op.creates), op.index)
     gradients = _gradients(graph)
+    size = [storage.size_bytes for storage in graph.storages]
+    for op, extra in zip(graph.ops, excess_bytes or (), strict=False):
+        for created, more in zip(op.creates, extra, strict=False):
+            size[created] += more
     change = [0] * (end + 2)
     for storage in graph.storages:
         if storage.device != graph.device:
@@ -89,8 +97,8 @@ def model_eager_peak(graph: Graph, workspace_bytes: Sequence[int] | None = None)
                 dies = max(dies, -1 if release is None else release)
             elif storage.index in gradients:
                 dies = max(dies, end if release is None else release)
-        change[born.get(storage.index, 0)] += storage.size_bytes
-        change[dies + 1] -= storage.size_bytes
+        change[born.get(storage.index, 0)] += size[storage.index]
+        change[dies + 1] -= size[storage.index]
     level = peak = 0
     for index in range(end):
         level += change[index]

@@ -74,11 +74,12 @@ def time_in_step(
     for op_index, ns in times.items():
         medians[graph.ops[op_index].key].append(statistics.median(ns))
     workspace: dict[str, int] = {}
-    excess: dict[str, int] = {}
+    excess: dict[str, tuple[int, ...]] = {}
     for op in graph.ops:
-        above = max(0, peaks.get(op.index, 0) - created_bytes(graph, op) - replay.excess[op.index])
+        above = max(0, peaks.get(op.index, 0) - created_bytes(graph, op) - sum(replay.excess[op.index]))
         workspace[op.key] = max(above, workspace.get(op.key, 0))
-        excess[op.key] = max(replay.excess[op.index], excess.get(op.key, 0))
+        here = replay.excess[op.index]
+        excess[op.key] = tuple(map(max, here, excess.get(op.key, here)))
     ops = {
         key: Measured(
             time_ns=round(statistics.mean(ns)), workspace_bytes=workspace[key], in_step=True, excess_bytes=excess[key]
@@ -95,7 +96,7 @@ class _Replay:
         self._schedule = _schedule(captured.program)
         self._inputs = _inputs(captured, workload)
         self._captured = captured
-        self.excess: dict[int, int] = {}  # by op; known after `run_in_spans`
+        self.excess: dict[int, tuple[int, ...]] = {}  # by op; known after `run_in_spans`
 
     def run_timed(self, clock: Clock, marks: list[_Marks]) -> None:
         """One step; the marks of every op. Giving memory back belongs to the op that used it

@@ -61,13 +61,15 @@ def measure(
     cache.save()
     found = [cache[op.key] for op in graph.ops]
     workspace_bytes = tuple(measured.workspace_bytes for measured in found)
+    excess_bytes = tuple(measured.excess_bytes for measured in found)
     op_ns = tuple(measured.time_ns for measured in found)
-    peak_bytes = eager.peak_bytes if eager.source == "measured" else model_eager_peak(graph, workspace_bytes)
+    modelled = model_eager_peak(graph, workspace_bytes, excess_bytes)
+    peak_bytes = eager.peak_bytes if eager.source == "measured" else modelled
     source = f"{how}; {len(new)} of {len(distinct)} distinct ops new"
     return Profile(
         device_name=device, source="; ".join(filter(None, (source, estimated, cache.note))), op_ns=op_ns,
         workspace_bytes=workspace_bytes, link=link,
-        excess_bytes=tuple(measured.excess_bytes for measured in found), eager_step_us=eager_us or sum(op_ns) // 1000,
+        excess_bytes=excess_bytes, eager_step_us=eager_us or sum(op_ns) // 1000,
         eager_peak_bytes=peak_bytes, eager_source=eager.source,
     )  # fmt: skip
 
@@ -101,7 +103,8 @@ def _measure_each(
     graph: Graph, program: Program, ops: list[Op], cache: ProfileCache, repeats: int, watch: Progress
 ) -> str:  # fmt: skip
     """Measure ops alone into the cache; returns what had to be estimated, "" if nothing. Estimates are not kept for
-    the next compile, and never zero: memory traffic at an assumed rate, and the outputs once more as workspace."""
+    the next compile, and never zero: memory traffic at an assumed rate, the outputs once more as workspace, and
+    results that keep a storage as large as the op's largest input."""
     failed: dict[str, None] = {}
     with generators_kept():
         for done, op in enumerate(ops):
@@ -117,6 +120,8 @@ def _measure_each(
 
 def _estimate(graph: Graph, op: Op) -> Measured:
     touched = sum(graph.storages[s].size_bytes for s in {*op.reads, *op.writes, *op.creates})
+    largest = max((graph.storages[s].size_bytes for s in op.reads), default=0)
     return Measured(
-        time_ns=10**9 * touched // _ASSUMED_BYTES_PER_S + 1000, workspace_bytes=created_bytes(graph, op), in_step=False
-    )
+        time_ns=10**9 * touched // _ASSUMED_BYTES_PER_S + 1000, workspace_bytes=created_bytes(graph, op), in_step=False,
+        excess_bytes=tuple(max(0, largest - graph.storages[s].size_bytes) for s in op.creates),
+    )  # fmt: skip

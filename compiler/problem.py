@@ -87,7 +87,9 @@ def build_problem(
     """The planning problem of a measured graph. Copies are planned at `margin_percent` of the measured bandwidth;
     storages below `smallest_swap_bytes` are not swapped, those below a quarter of it not recomputed."""
     rounding = _ROUNDING_BYTES.get(graph.device.partition(":")[0], 1)
-    excess = {s: profile.excess_bytes[op.index] for op in graph.ops for s in op.creates}
+    excess = {
+        s: extra for op in graph.ops for s, extra in zip(op.creates, profile.excess_bytes[op.index], strict=False)
+    }
     storages = tuple(
         _storage(storage, excess.get(storage.index, 0), graph.device, rounding, smallest_swap_bytes)
         for storage in graph.storages

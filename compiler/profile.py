@@ -28,7 +28,7 @@ class Profile:
     source: str  # "measured: 5 repeats, medians, 243 of 612 keys new"
     op_ns: tuple[int, ...]
     workspace_bytes: tuple[int, ...]
-    excess_bytes: tuple[int, ...]  # of every storage an op creates, above its layout
+    excess_bytes: tuple[tuple[int, ...], ...]  # what each storage an op creates takes above its layout
     link: Link
     eager_step_us: int
     eager_peak_bytes: int

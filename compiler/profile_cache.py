@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_VERSION = 3
+_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """One op: its time, and what it allocates above inputs and outputs while it runs. `in_step`: timed inside a step,
-    which is nearer the truth than alone. `excess_bytes`: what the storage of a result takes above its layout (the mean
-    of aten.mse_loss keeps the storage of the unreduced loss)."""
+    which is nearer the truth than alone. `excess_bytes`: what each storage the op creates takes above its layout (the
+    mean of aten.mse_loss keeps the storage of the unreduced loss)."""
 
     time_ns: int
     workspace_bytes: int
     in_step: bool
-    excess_bytes: int = 0
+    excess_bytes: tuple[int, ...] = ()
 
 
 def default_cache_dir() -> Path:
@@ -103,12 +103,15 @@ class ProfileCache:
 
 def _entry(fields: Any) -> Measured:
     time_ns, workspace_bytes, in_step, excess_bytes = fields
-    numbers = (time_ns, workspace_bytes, excess_bytes)
+    if not isinstance(excess_bytes, list):
+        raise ValueError("an entry's last field is not a list")
+    numbers = (time_ns, workspace_bytes, *excess_bytes)
     if any(type(number) is not int for number in numbers) or type(in_step) is not bool:
-        raise ValueError("an entry is not three integers and a truth value")
+        raise ValueError("an entry is not made of integers and a truth value")
     if min(numbers) < 0:
         raise ValueError("an entry is negative")
-    return Measured(time_ns=time_ns, workspace_bytes=workspace_bytes, in_step=in_step, excess_bytes=excess_bytes)
+    return Measured(time_ns=time_ns, workspace_bytes=workspace_bytes, in_step=in_step,
+                    excess_bytes=tuple(excess_bytes))  # fmt: skip
 
 
 def _digest(key: str) -> str:
