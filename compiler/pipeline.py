@@ -7,6 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
+from tensile.compiler import torch_private
 from tensile.compiler.budget import Budget
 from tensile.compiler.capture import Captured, capture
 from tensile.compiler.eager import measure_eager
@@ -75,14 +78,19 @@ def plan_profiled(
 
     `margin_percent`: copies are planned at this share of the measured bandwidth, so that a slower link does not stall.
     `smallest_swap_bytes`: storages below it stay where they are. `effort`: of the search, `Effort()` by default.
+    With a torch that cannot swap state the plan leaves it in memory, and says so.
     Raises InfeasibleBudget, with the smallest feasible budget and the op that holds it up.
     """
     watch = progress or Silent()
     watch.stage("plan")
+    without = _state_stays()
+    if without:
+        watch.stage(without)
     eager_peak = profile.eager_peak_bytes
     problem = build_problem(
-        graph, profile, eager_peak, margin_percent=margin_percent, smallest_swap_bytes=smallest_swap_bytes
-    )
+        graph, profile, eager_peak, margin_percent=margin_percent, smallest_swap_bytes=smallest_swap_bytes,
+        swap_state=not without,
+    )  # fmt: skip
     if budget.overhead_percent is not None:
         answer = least_peak(problem, budget.overhead_percent, effort or Effort())
         problem = replace(problem, budget_bytes=answer.solution.peak_bytes)
@@ -92,8 +100,8 @@ def plan_profiled(
         try:
             answer = solve(problem, effort or Effort(), _told(watch))
         except InfeasibleBudget as error:
-            raise _named(error, graph, budget, wanted) from error
-    plan = emit(graph, profile, problem, answer, workload_name=name)
+            raise _named(error, graph, budget, wanted, without) from error
+    plan = emit(graph, profile, problem, answer, workload_name=name, notes=(without,) if without else ())
     watch.stage("check")
     findings = check(plan)
     assert not findings, "the planner wrote a plan the referee rejects:\n" + "\n".join(map(str, findings))
@@ -107,10 +115,22 @@ def frontier_profiled(
     """The memory/time curve of a measured graph: the fastest plan at every budget, and the bound below it."""
     watch = progress or Silent()
     watch.stage("frontier")
-    problem = build_problem(graph, profile, profile.eager_peak_bytes, margin_percent=margin_percent)
+    without = _state_stays()
+    if without:
+        watch.stage(without)
+    problem = build_problem(
+        graph, profile, profile.eager_peak_bytes, margin_percent=margin_percent, swap_state=not without
+    )  # fmt: skip
     return frontier(
         problem, points=points, effort=effort, watch=lambda done, total: watch.tick(done, total, "budgets")
     )  # fmt: skip
+
+
+def _state_stays() -> str:
+    """Why plans on this machine leave parameters and optimizer state in memory; "" when they need not."""
+    if torch_private.CAN_SWAP_POINTERS:
+        return ""
+    return f"state stays in memory: torch {torch.__version__} cannot empty a storage and fill it again under its views"
 
 
 def _told(progress: Progress) -> Callable[[str, int, float], None]:
@@ -123,7 +143,7 @@ def _told(progress: Progress) -> Callable[[str, int, float], None]:
     return told
 
 
-def _named(error: InfeasibleBudget, graph: Graph, budget: Budget, budget_bytes: int) -> InfeasibleBudget:
+def _named(error: InfeasibleBudget, graph: Graph, budget: Budget, budget_bytes: int, without: str) -> InfeasibleBudget:
     """The same refusal with the op's name, module and source line."""
     op = graph.ops[error.op] if error.op is not None else None
     held = ""
@@ -134,7 +154,7 @@ def _named(error: InfeasibleBudget, graph: Graph, budget: Budget, budget_bytes: 
         smallest_bytes=error.smallest_bytes,
         where=op.source if op is not None else None,
         hint=f"the smallest feasible budget is {format_bytes(error.smallest_bytes)} ({error.smallest_bytes} bytes): "
-        f"--budget {error.smallest_bytes}, or --budget min",
+        f"--budget {error.smallest_bytes}, or --budget min" + (f" ({without})" if without else ""),
         op=error.op,
         op_bytes=error.op_bytes,
     )

@@ -82,16 +82,17 @@ class Problem:
 
 def build_problem(
     graph: Graph, profile: Profile, budget_bytes: int, *, margin_percent: int = 85,
-    smallest_swap_bytes: int = SMALLEST_SWAP_BYTES,
+    smallest_swap_bytes: int = SMALLEST_SWAP_BYTES, swap_state: bool = True,
 ) -> Problem:  # fmt: skip
     """The planning problem of a measured graph. Copies are planned at `margin_percent` of the measured bandwidth;
-    storages below `smallest_swap_bytes` are not swapped, those below a quarter of it not recomputed."""
+    storages below `smallest_swap_bytes` are not swapped, those below a quarter of it not recomputed. Without
+    `swap_state` what enters the step stays where it is."""
     rounding = _ROUNDING_BYTES.get(graph.device.partition(":")[0], 1)
     excess = {
         s: extra for op in graph.ops for s, extra in zip(op.creates, profile.excess_bytes[op.index], strict=False)
     }
     storages = tuple(
-        _storage(storage, excess.get(storage.index, 0), graph.device, rounding, smallest_swap_bytes)
+        _storage(storage, excess.get(storage.index, 0), graph.device, rounding, smallest_swap_bytes, swap_state)
         for storage in graph.storages
     )
     held = sum(storages[s.index].size_bytes for s in graph.storages if s.kind == "output" and s.leaves)
@@ -108,12 +109,14 @@ def build_problem(
     )  # fmt: skip
 
 
-def _storage(storage: Storage, excess: int, device: str, rounding: int, smallest: int) -> ProblemStorage:
+def _storage(
+    storage: Storage, excess: int, device: str, rounding: int, smallest: int, swap_state: bool
+) -> ProblemStorage:  # fmt: skip
     size = -(-(storage.size_bytes + excess) // rounding) * rounding if storage.device == device else 0
     movable = storage.kind in _MOVABLE and not (storage.leaves and not storage.enters)
     return ProblemStorage(
         size_bytes=size, enters=storage.enters, leaves=storage.leaves,
-        swappable=movable and size >= smallest,
+        swappable=movable and size >= smallest and (swap_state or not storage.enters),
     )  # fmt: skip
 
 

@@ -258,20 +258,21 @@ def value_relations(mode: FakeTensorMode) -> list[Any]:
 # --- emptying and refilling storages, used by the runtime -----------------------------------------------------------
 
 CAN_SWAP_POINTERS = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-"""Whether a storage can trade its memory with another's, so that all views follow (torch >= 2.14). Where it cannot,
-storages are resized to nothing and back, and recomputed tensors are pointed at the new storage one by one."""
+"""Whether a storage can trade its memory with another's, so that all views follow, and an access to an empty one can be
+made an error and be allowed again (torch >= 2.14). Where not, only storages that nobody but the replay can touch are
+moved: resized to nothing and back, and recomputed tensors are pointed at the new storage one by one."""
 
 
 def hollow_out(storage: torch.UntypedStorage, message: str) -> None:
     """Give a storage's memory back to the allocator; from now on any access to it raises RuntimeError(message).
 
-    Gone: `resize_(0)` with the guard alone, as for older torch.
+    Gone: `resize_(0)`, as for older torch. An access then is not noticed: the caller sees to it that there is none.
     """
-    if CAN_SWAP_POINTERS:
-        hollow = torch._C._construct_storage_from_data_pointer(0, storage.device, storage.nbytes())
-        storage._swap_data_ptr_(hollow)  # type: ignore[attr-defined]
-    else:
+    if not CAN_SWAP_POINTERS:
         storage.resize_(0)
+        return
+    hollow = torch._C._construct_storage_from_data_pointer(0, storage.device, storage.nbytes())
+    storage._swap_data_ptr_(hollow)  # type: ignore[attr-defined]
     torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
 
 
@@ -279,11 +280,6 @@ def refill(storage: torch.UntypedStorage, fresh: torch.UntypedStorage) -> None:
     """Give a hollow storage the memory of `fresh`, which must have no other user. Needs CAN_SWAP_POINTERS."""
     torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
     storage._swap_data_ptr_(fresh)  # type: ignore[attr-defined]
-
-
-def unguard(storage: torch.UntypedStorage) -> None:
-    """Allow access to a storage again, hollow or not."""
-    torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
 
 
 def new_storage(size_bytes: int, device: torch.device) -> torch.UntypedStorage:

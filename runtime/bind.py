@@ -59,11 +59,14 @@ def bind(plan: Plan, workload: Workload) -> Bound:
 
 
 def _require_device(plan: Plan) -> None:
-    moves = any(isinstance(event, (SwapOut, SwapIn)) for event in plan.events)
-    if moves and not torch_private.CAN_SWAP_POINTERS:
+    swapped = {event.storage for event in plan.events if isinstance(event, (SwapOut, SwapIn))}
+    state = next((plan.storages[s].name for s in sorted(swapped) if plan.storages[s].enters), None)
+    moves = bool(swapped)
+    if state is not None and not torch_private.CAN_SWAP_POINTERS:
         raise PlanMismatch(
-            f"torch {torch.__version__} cannot empty a storage and fill it again under its views", where="events",
-            hint="use a torch with UntypedStorage._swap_data_ptr_ (2.14), or compile for a budget that needs no swap",
+            f"the plan swaps {state}, and torch {torch.__version__} cannot empty a storage of yours and fill it again "
+            "under its views", where="events",
+            hint="compile the plan with this torch, which then leaves state in memory, or use torch 2.14",
         )  # fmt: skip
     if moves and plan.subject.fingerprint.device != "cpu":
         raise PlanMismatch(

@@ -177,7 +177,6 @@ class CpuLane:
         if torch_private.CAN_SWAP_POINTERS:
             target = away.fresh = torch_private.new_storage(away.size_bytes, away.storage.device)
         else:
-            torch_private.unguard(away.storage)
             away.storage.resize_(away.size_bytes)
             target = away.storage
         address, size, offset = target.data_ptr(), away.size_bytes, self._offsets[index]

@@ -311,10 +311,10 @@ def test_unknown_options_are_refused(swapping: Plan, option: str, value: str) ->
         tensile.load(swapping, model=job.model, optimizer=job.optimizer, step_fn=job.step_fn, **{option: value})
 
 
-def test_a_torch_that_cannot_refill_a_storage_is_refused_by_name(
-    swapping: Plan, monkeypatch: pytest.MonkeyPatch
+def test_a_plan_that_swaps_state_is_refused_by_name_where_torch_cannot(
+    smallest: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = make()
+    job = make("adamw", rows=16)
     monkeypatch.setattr(torch_private, "CAN_SWAP_POINTERS", False)
-    with pytest.raises(PlanMismatch, match="cannot empty a storage"):
-        tensile.load(swapping, model=job.model, optimizer=job.optimizer, step_fn=job.step_fn, batch=job.batch)
+    with pytest.raises(PlanMismatch, match=r"the plan swaps \S+, and torch \S+ cannot empty a storage of yours"):
+        tensile.load(smallest, model=job.model, optimizer=job.optimizer, step_fn=job.step_fn, batch=job.batch)
