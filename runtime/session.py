@@ -113,7 +113,10 @@ class PlannedStep:
             if not self._eager_allowed:
                 raise
             return self._eager(batch, mismatch.what)
-        reason = stage.prepare()
+        try:
+            reason = stage.prepare()
+        except BaseException as error:
+            raise self._recovered(stage, error, torch.get_rng_state()) from error.__cause__
         if reason is not None:
             return self._eager(batch, reason)
         del batch

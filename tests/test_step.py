@@ -172,50 +172,94 @@ def test_leaving_makes_everything_ordinary_again(swapping: Plan) -> None:
         planned(*job.batch)
 
 
-def broken(kind: str) -> Callable[..., int]:
-    def call(*_: Any) -> int:
+FAULTS = {
+    "short": "the spill file ended early: 0 of ",
+    "EIO": f"the spill file cannot be {{verb}}: {os.strerror(errno.EIO)}",
+    "ENOSPC": f"the spill file cannot be {{verb}}: {os.strerror(errno.ENOSPC)}",
+}
+VERBS = {"pwritev": "written", "preadv": "read"}
+LOST = "load a checkpoint, call step.reset()"
+
+
+@pytest.fixture
+def moving(smallest: Plan) -> Iterator[tuple[tensile.Workload, Any]]:
+    """A step whose parameters and optimizer state are away between steps: copies before and after every update."""
+    job = make("adamw", rows=16)
+    with tensile.load(smallest, model=job.model, optimizer=job.optimizer, step_fn=job.step_fn) as planned:
+        planned(*job.batch)
+        yield job, planned
+
+
+def fail(patch: pytest.MonkeyPatch, call: str, kind: str, planned: Any, *, updating: bool) -> None:
+    """The first copy that begins before the first update of a step, or after it, goes wrong."""
+    real, failed = getattr(os, call), []
+
+    def copy(*arguments: Any) -> int:
+        if failed or planned._stage.updating is not updating:
+            return int(real(*arguments))
+        failed.append(call)
         if kind == "short":
             return 0
         raise OSError(getattr(errno, kind), os.strerror(getattr(errno, kind)))
 
-    return call
+    patch.setattr(spill.os, call, copy)
 
 
-@pytest.mark.parametrize("kind", ["short", "EIO", "ENOSPC"])
-@pytest.mark.parametrize("call", ["pwritev", "preadv"])
-def test_a_copy_that_fails_loses_nothing_or_says_so(
-    step: tuple[tensile.Workload, Any], monkeypatch: pytest.MonkeyPatch, kind: str, call: str
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("call", VERBS)
+def test_a_copy_that_fails_before_the_first_update_leaves_everything_as_it_was(
+    moving: tuple[tensile.Workload, Any], monkeypatch: pytest.MonkeyPatch, kind: str, call: str
 ) -> None:
-    job, planned = step
+    job, planned = moving
+    with planned.resident():
+        before, generator = bits(job), torch.get_rng_state()
+    with monkeypatch.context() as patch:
+        fail(patch, call, kind, planned, updating=False)
+        with pytest.raises(LaneError) as failed:
+            planned(*job.batch)
+    message = str(failed.value)
+    assert message.startswith("error: " + FAULTS[kind].format(verb=VERBS[call]))
+    assert "; the model is as it was before the step" in message
+    assert same(bits(job), before)
+    assert torch.equal(torch.get_rng_state(), generator)
     planned(*job.batch)
     with planned.resident():
-        before = bits(job)
-        generator = torch.get_rng_state()
-    with monkeypatch.context() as patch:
-        patch.setattr(spill.os, call, broken(kind))
-        with pytest.raises((LaneError, StepLost)) as failed:
-            planned(*job.batch)
-    if isinstance(failed.value, StepLost):
-        assert "neither as before nor as after" in str(failed.value)
-        with pytest.raises(StepLost, match="earlier step failed"):
-            planned(*job.batch)
-        return
-    assert "the model is as it was before the step" in str(failed.value)
+        assert not same(bits(job), before)
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("call", VERBS)
+def test_a_copy_that_fails_after_the_first_update_says_that_the_step_is_lost(
+    moving: tuple[tensile.Workload, Any], monkeypatch: pytest.MonkeyPatch, kind: str, call: str
+) -> None:
+    job, planned = moving
     with planned.resident():
-        assert same(bits(job), before)
-        assert torch.equal(torch.get_rng_state(), generator)
+        good = bits(job)
+    with monkeypatch.context() as patch:
+        fail(patch, call, kind, planned, updating=True)
+        with pytest.raises(StepLost) as lost:
+            planned(*job.batch)
+    message = str(lost.value)
+    assert message.startswith("error: the step failed after it began to update the model: error: ")
+    assert FAULTS[kind].format(verb=VERBS[call]) in message
+    assert message.endswith(f"help: the model is neither as before nor as after the step: {LOST}")
+    with pytest.raises(StepLost, match="an earlier step failed after it began to update the model"):
+        planned(*job.batch)
+    with torch.no_grad(), planned.resident():
+        for name, tensor in collect_state(job.model, job.optimizer).items():
+            tensor.copy_(good[name])
+    planned.reset()
     planned(*job.batch)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_interrupt_inside_the_step_leaves_the_state_before_it(
+def test_an_interrupt_before_the_first_update_leaves_the_state_before_the_step(
     step: tuple[tensile.Workload, Any], monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     job, planned = step
     planned(*job.batch)
     with planned.resident():
         before = bits(job)
-    lane_type = type(planned._stage)
     calls = []
 
     def interrupt(self: Any, index: int) -> None:
@@ -223,14 +267,13 @@ def test_an_interrupt_inside_the_step_leaves_the_state_before_it(
         raise error("now")
 
     with monkeypatch.context() as patch:
-        patch.setattr(lane_type, "free", interrupt)
-        with pytest.raises((error, StepLost)) as raised:
+        patch.setattr(type(planned._stage), "free", interrupt)
+        with pytest.raises(error, match="now"):
             planned(*job.batch)
-    assert calls
-    if not isinstance(raised.value, StepLost):
-        with planned.resident():
-            assert same(bits(job), before)
-        planned(*job.batch)
+    assert len(calls) == 1
+    with planned.resident():
+        assert same(bits(job), before)
+    planned(*job.batch)
 
 
 def test_another_batch_shape_is_named_or_run_eagerly(swapping: Plan) -> None:
