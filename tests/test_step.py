@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from tensile.compiler.pipeline import plan_profiled, profile_workload
 from tensile.compiler.profile import Link
 from tensile.runtime import spill
 from tensile.runtime.verify import verify
+from tensile.schedules import codec
 from tensile.schedules.errors import InfeasibleBudget, LaneError, PlanMismatch, StepLost, TensileError
 from tensile.schedules.plan import Plan, Recompute, SwapOut
 
@@ -274,6 +277,38 @@ def test_an_interrupt_before_the_first_update_leaves_the_state_before_the_step(
     with planned.resident():
         assert same(bits(job), before)
     planned(*job.batch)
+
+
+TRAINING = """
+import sys
+import tensile, workloads
+job = workloads.perceptron("adamw", rows=16, dropout=0.1)
+step = tensile.load(sys.argv[1], model=job.model, optimizer=job.optimizer, step_fn=job.step_fn, spill_dir=sys.argv[2])
+while True:
+    step(*job.batch)
+    print("stepped", flush=True)
+"""
+
+
+def test_a_killed_process_leaves_nothing_in_the_spill_folder(smallest: Plan, tmp_path: Path) -> None:
+    plan_file, folder = tmp_path / "step.plan.yaml", tmp_path / "spill"
+    folder.mkdir()
+    codec.save(smallest, plan_file)
+    training = subprocess.Popen(
+        [sys.executable, "-c", TRAINING, str(plan_file), str(folder)], stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+    )  # fmt: skip
+    assert training.stdout is not None
+    try:
+        assert [training.stdout.readline() for _ in range(3)] == ["stepped\n"] * 3
+        # the spill file is in the folder, and has no name there
+        links = [os.readlink(f"/proc/{training.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{training.pid}/fd")]
+        assert any(link.startswith(str(folder)) and link.endswith("(deleted)") for link in links)
+    finally:
+        training.kill()
+        training.wait()
+        training.stdout.close()
+    assert list(folder.iterdir()) == []
 
 
 def test_another_batch_shape_is_named_or_run_eagerly(swapping: Plan) -> None:
