@@ -64,8 +64,8 @@ def main() -> None:
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False),
               help="Plan file to write. [default: MODEL.plan.yaml in this folder]")  # fmt: skip
 @click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False),
-              help="Where measured op times are kept. [default: the user's cache folder]")  # fmt: skip
-@click.option("--no-cache", is_flag=True, help="Measure every op anew.")
+              help="Where measured op and copy times are kept. [default: the user's cache folder]")  # fmt: skip
+@click.option("--no-cache", is_flag=True, help="Measure every op and the link anew.")
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(min=1), help="Measurements an op.")
 @click.option("--margin", default=85, show_default=True, metavar="PERCENT", type=click.IntRange(1, 100),
               help="Plan copies at this share of the measured bandwidth.")  # fmt: skip
@@ -95,7 +95,7 @@ def compile_command(
     from tensile.compiler.profile_cache import default_cache_dir
     from tensile.compiler.solve import Effort
     from tensile.runtime.bind import device_of
-    from tensile.runtime.lanes import measure_link
+    from tensile.runtime.link import link_of
 
     if budget is not None and max_overhead is not None:
         raise click.UsageError("--budget and --max-overhead exclude each other")
@@ -106,8 +106,8 @@ def compile_command(
         progress.stage("load")
         workload = load_workload(model)
         progress.stage("link")
-        link = measure_link(device_of(workload.model), spill_dir)
         cache = None if no_cache else (cache_dir or default_cache_dir())
+        link = link_of(device_of(workload.model), spill_dir, cache)
         captured, profile = profile_workload(workload, link=link, cache_dir=cache, repeats=repeats, progress=progress)
         plan = plan_profiled(
             captured.graph, profile, name=workload.name, budget=wanted, margin_percent=margin,
@@ -127,7 +127,7 @@ def compile_command(
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False),
               help="Draw the curve: .png or .svg (needs matplotlib), .html (needs plotly).")  # fmt: skip
 @click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False),
-              help="Where measured op times are kept. [default: the user's cache folder]")  # fmt: skip
+              help="Where measured op and copy times are kept. [default: the user's cache folder]")  # fmt: skip
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(min=1), help="Measurements an op.")
 @click.option("--time-limit", default=2.0, show_default=True, metavar="SECONDS", type=click.FloatRange(0),
               help="Of the search for a faster plan, at every budget.")  # fmt: skip
@@ -151,7 +151,7 @@ def frontier_command(
     from tensile.compiler.profile_cache import default_cache_dir
     from tensile.compiler.solve import Effort
     from tensile.runtime.bind import device_of
-    from tensile.runtime.lanes import measure_link
+    from tensile.runtime.link import link_of
 
     if plot is not None:
         check_plot(plot)
@@ -160,10 +160,9 @@ def frontier_command(
         progress.stage("load")
         workload = load_workload(model)
         progress.stage("link")
-        link = measure_link(device_of(workload.model), spill_dir)
-        captured, profile = profile_workload(
-            workload, link=link, cache_dir=cache_dir or default_cache_dir(), repeats=repeats, progress=progress
-        )
+        cache = cache_dir or default_cache_dir()
+        link = link_of(device_of(workload.model), spill_dir, cache)
+        captured, profile = profile_workload(workload, link=link, cache_dir=cache, repeats=repeats, progress=progress)
         curve = frontier_profiled(
             captured.graph, profile, points=points, effort=Effort(seconds=time_limit, rounds=60), progress=progress
         )

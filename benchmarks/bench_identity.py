@@ -15,7 +15,7 @@ from common import record
 
 from tensile.compiler.budget import parse_budget
 from tensile.compiler.pipeline import plan_profiled, profile_workload
-from tensile.runtime.lanes import measure_link
+from tensile.runtime.link import measure_link
 from tensile.runtime.verify import verify
 from tensile.schedules.errors import InfeasibleBudget
 

@@ -11,6 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tensile.cli import main
+from tensile.runtime.link import link_of
+from tensile.schedules import codec
+from tensile.schedules.plan import SwapOut
 
 MODEL = """
 import torch
@@ -89,16 +92,33 @@ def test_a_plan_is_written_inspected_checked_and_verified(folder: Path, plan: Pa
     assert 0 < result["planned_peak_bytes"] <= promise["peak_bytes"]
 
 
-def test_compiling_twice_from_one_cache_gives_the_same_rows(folder: Path, tmp_path: Path) -> None:
+def test_compiling_again_from_one_cache_gives_the_same_plan(folder: Path, tmp_path: Path) -> None:
+    """All but what is measured each time: how long eager takes, and where the profile comes from."""
     texts = []
-    for name in ("a", "b"):
-        done = tensile_cli("compile", folder / "model.py", "--budget", "100%", "-o", tmp_path / f"{name}.yaml",
+    for name in ("first", "a", "b"):
+        done = tensile_cli("compile", folder / "model.py", "--budget", "75%", "-o", tmp_path / f"{name}.yaml",
                            "--cache-dir", tmp_path / "cache", "--repeats", 1, "--json", "-q")  # fmt: skip
         assert done.exit_code == 0, done.output
         json.loads(done.stdout)
         texts.append((tmp_path / f"{name}.yaml").read_text())
-    ops = [[line for line in text.splitlines() if "call:" in line] for text in texts]
-    assert ops[0] == ops[1]
+    plans = [codec.loads(text) for text in texts]
+    assert any(isinstance(event, SwapOut) for event in plans[0].events)
+    assert plans[0].rows == plans[1].rows
+    assert plans[0].events == plans[1].events
+    measured = ("eager_step_us:", "profile_source:")
+    lines = [[line for line in text.splitlines() if not line.strip().startswith(measured)] for text in texts]
+    assert lines[0] == lines[1] == lines[2]
+    assert len(list((tmp_path / "cache").glob("link-*.json"))) == 1
+
+
+def test_a_kept_link_that_cannot_be_read_is_measured_anew(tmp_path: Path) -> None:
+    link = link_of("cpu", tmp_path, tmp_path / "cache")
+    (kept,) = (tmp_path / "cache").glob("link-*.json")
+    assert link_of("cpu", tmp_path, tmp_path / "cache") == link
+    for wrong in ("", "[]", "{}", json.dumps({**json.loads(kept.read_text()), "in_latency_us": -1})):
+        kept.write_text(wrong)
+        assert link_of("cpu", tmp_path, tmp_path / "cache").out_bytes_per_s > 0
+        assert json.loads(kept.read_text())["in_latency_us"] >= 0
 
 
 @pytest.mark.parametrize(("limit", "code"), [("1KiB", 1), ("100GiB", 0), ("many", 1)])

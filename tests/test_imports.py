@@ -16,8 +16,9 @@ ROOT = Path(tensile.__file__).resolve().parent
 ROOMS = ("schedules", "compiler", "runtime")  # from the ground up
 FILES = sorted(path for room in ROOMS for path in (ROOT / room).glob("*.py"))
 MODULES = {".".join(("tensile", *path.relative_to(ROOT).with_suffix("").parts)): path for path in FILES}
-PLANNERS = {"emit", "eager", "expand", "greedy", "measure", "occupancy", "order", "pipeline", "problem", "simulate",
-            "solution", "solve"}  # fmt: skip
+PLANNERS = {"bound", "emit", "eager", "expand", "frontier", "frontier_plot", "greedy", "improve", "measure",
+            "occupancy", "order", "pipeline", "problem", "search", "simulate", "solution", "solve",
+            "terrain"}  # fmt: skip
 
 
 def imports(path: Path, *, at_import_only: bool = False) -> Iterator[str]:
