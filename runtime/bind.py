@@ -8,12 +8,14 @@ import torch
 
 from tensile.compiler import torch_private
 from tensile.compiler.capture import Captured, capture
+from tensile.compiler.graph import Graph
 from tensile.compiler.workload import Workload
 from tensile.runtime.replay import Replay, build_replay
 from tensile.schedules.check import check
 from tensile.schedules.errors import PlanMismatch
 from tensile.schedules.plan import Fingerprint, Free, Plan, Recompute, SwapIn, SwapOut
 
+_STATE = ("parameter", "buffer", "optimizer_state")
 _WHAT = {
     "torch": "another torch",
     "device": "another device",
@@ -50,7 +52,7 @@ def bind(plan: Plan, workload: Workload) -> Bound:
         )  # fmt: skip
     _require_device(plan)
     captured = capture(workload, check_twice=False)
-    _compare(plan.subject.fingerprint, captured.graph.fingerprint)
+    _compare(plan, captured.graph)
     _require_applicable(plan, captured)
     replay = build_replay(plan, captured.graph, captured.program)
     swapped = {e.storage: plan.storages[e.storage].size_bytes for e in plan.events if isinstance(e, (SwapOut, SwapIn))}
@@ -75,15 +77,33 @@ def _require_device(plan: Plan) -> None:
         )  # fmt: skip
 
 
-def _compare(planned: Fingerprint, live: Fingerprint) -> None:
+def _compare(plan: Plan, graph: Graph) -> None:
     for field in fields(Fingerprint):
-        was, now = getattr(planned, field.name), getattr(live, field.name)
+        was, now = getattr(plan.subject.fingerprint, field.name), getattr(graph.fingerprint, field.name)
         if was != now:
+            said = f"planned {was}, this is {now}"
+            if field.name == "state":
+                said = _state_difference(plan, graph) or said
             raise PlanMismatch(
-                f"the plan is for {_WHAT[field.name]}: planned {was}, this is {now}",
+                f"the plan is for {_WHAT[field.name]}: {said}",
                 where=f"subject.fingerprint.{field.name}",
                 hint="compile a plan for this step: tensile compile MODEL.py, or pass on_mismatch=\"eager\"",
             )  # fmt: skip
+
+
+def _state_difference(plan: Plan, graph: Graph) -> str:
+    """The first parameter, buffer or optimizer state that is not as planned; "" when names, dtypes and shapes agree."""
+    first = {tensor.storage: tensor for tensor in reversed(graph.tensors)}
+    planned = {row.name: f"{row.dtype}{list(row.shape)}" for row in plan.storages if row.kind in _STATE}
+    live = {
+        storage.name: f"{first[storage.index].dtype}{list(first[storage.index].shape)}"
+        for storage in graph.storages if storage.kind in _STATE and storage.index in first
+    }  # fmt: skip
+    for name in {**planned, **live}:
+        was, now = planned.get(name), live.get(name)
+        if was != now:
+            return f"{name} was {was or 'not there'} when it was planned, and is {now or 'not there'}"
+    return ""
 
 
 def _require_applicable(plan: Plan, captured: Captured) -> None:
