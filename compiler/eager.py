@@ -31,7 +31,8 @@ def measure_eager(workload: Workload, graph: Graph, *, steps: int = 3) -> Eager:
     """Run the user's own step for real; the workload is bit for bit as before afterwards.
 
     The first step warms up and creates optimizer state, the second gives the allocated peak, the others the median
-    time. A step that would need most of the memory that is left is modelled instead, as is one under a profiler.
+    time. As in a training loop, what a step returned is held until the next one has ended. A step that would need
+    most of the memory that is left is modelled instead, as is one under a profiler.
     Raises TensileError when the step itself fails.
     """
     modelled = Eager(step_us=0, peak_bytes=model_eager_peak(graph), source="modelled")
@@ -40,13 +41,16 @@ def measure_eager(workload: Workload, graph: Graph, *, steps: int = 3) -> Eager:
         return modelled
     clock = clock_of(graph.device)
 
-    def step() -> Any:
-        return workload.step_fn(workload.model, workload.optimizer, *workload.batch)
+    held: Any = None
+
+    def step() -> None:
+        nonlocal held
+        held = workload.step_fn(workload.model, workload.optimizer, *workload.batch)
 
     try:
         with undone(workload):
             allocated_peak(step, graph.device)
-            resting = resting_bytes(workload, graph.device)
+            resting = resting_bytes(workload, graph.device, held)
             above, _ = allocated_peak(step, graph.device)
             times = []
             for _ in range(steps):
@@ -70,8 +74,8 @@ def model_eager_peak(
 ) -> int:  # fmt: skip
     """Bytes eager holds at its worst op, with the ops' workspaces and what their results take above their layouts.
 
-    Gradients live until zero_grad ran or the step ends, everything else until its last use. What the user's own
-    variables hold longer is not known here."""
+    Gradients live until zero_grad ran, in this step or the next, everything else until its last use; the caller holds
+    what the last step returned. What the user's own variables hold longer is not known here."""
     end = len(graph.ops)
     release = next((op.index for op in graph.ops if op.release_gradient), None)
     born: dict[int, int] = {}
@@ -99,6 +103,11 @@ def model_eager_peak(
                 dies = max(dies, end if release is None else release)
         change[born.get(storage.index, 0)] += size[storage.index]
         change[dies + 1] -= size[storage.index]
+        if storage.leaves and not storage.enters and storage.kind == "output":
+            change[0] += size[storage.index]
+        if storage.leaves and not storage.enters and storage.kind == "gradient" and release is not None:
+            change[0] += size[storage.index]
+            change[release + 1] -= size[storage.index]
     level = peak = 0
     for index in range(end):
         level += change[index]

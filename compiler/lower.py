@@ -126,6 +126,8 @@ class _Lowering:
         inputs = []
         tensors, hypers = self._traced.inputs, self._traced.hypers
         for node, fake in zip(self._placeholders, tensors, strict=False):
+            if fake.kind == "gradient" and not node.users:
+                continue  # the step drops it before anything looks at it
             enters: dict[str, Any] = {"kind": fake.kind, "enters": True, "leaves": fake.kind != "batch"}
             value = self._new_value(node, fake.tensor, frozenset(), {"name": fake.name, **enters}, producer=None)
             inputs.append(Input(value=value, kind=fake.kind, name=fake.name, leaf=fake.leaf))  # type: ignore[arg-type]

@@ -56,9 +56,11 @@ def generators_kept() -> Iterator[None]:
         random.setstate(python_state)
 
 
-def resting_bytes(workload: Workload, device: str) -> int:
-    """Bytes on the device between two steps: state, gradients that are kept, and the batch, every storage once."""
-    here = [tensor for tensor in _tensors(workload) if tensor.device == torch.device(device)]
+def resting_bytes(workload: Workload, device: str, held: Any = None) -> int:
+    """Bytes on the device between two steps: state, gradients that are kept, the batch, and what the caller still
+    holds of the last step's result, every storage once."""
+    results = [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, torch.Tensor)]
+    here = [tensor for tensor in (*_tensors(workload), *results) if tensor.device == torch.device(device)]
     return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in here}.values())
 
 

@@ -46,7 +46,8 @@ class Stage:
         self._bound.captured.guards.check(self._optimizer, leaves, spec)
 
     def prepare(self) -> str | None:
-        """Have all state the step needs, away where the plan wants it. A reason to run this step eagerly, or None."""
+        """Have all state the step needs, away where the plan wants it, and drop the gradients that the step would drop
+        unseen. A reason to run this step eagerly, or None."""
         if not self._state or any(holder.get(key) is not tensor for holder, key, tensor in self._held):
             reason = self._collect()
             if reason is not None:
@@ -65,6 +66,9 @@ class Stage:
         for storage in self._bound.starts_out:
             if self.lane.is_away(storage) and self.lane.is_writing(storage):
                 self.lane.free(storage)
+        for parameter, _, name in self._parameters:
+            if name not in self._gradient_names:
+                parameter.grad = None
         return None
 
     def run(self, leaves: list[Any]) -> list[Any]:
@@ -87,14 +91,7 @@ class Stage:
             else:
                 inputs.append(self._state[entry.name])
         self._entry_gradients = [parameter.grad for parameter, _, _ in self._parameters]
-        for parameter, _, name in self._parameters:
-            if name not in self._gradient_names:
-                parameter.grad = None
         leaves.clear()
-        if not any(gradient is not None for gradient in self._entry_gradients):
-            self._entry_gradients = []
-        elif not self._gradient_names:
-            self._entry_gradients = []  # eager drops them too: zero_grad() comes first in the step
         with torch.no_grad():
             return self._bound.replay.run(inputs, self)
 
