@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,7 +100,9 @@ def compile_command(
 
     if budget is not None and max_overhead is not None:
         raise click.UsageError("--budget and --max-overhead exclude each other")
-    wanted = parse_overhead(max_overhead) if max_overhead is not None else parse_budget(budget or "100%")
+    wanted = parse_budget("100%" if budget is None else budget)
+    if max_overhead is not None:
+        wanted = parse_overhead(max_overhead)
     path = output or Path(Path(model.partition(":")[0]).stem + ".plan.yaml")
     _require_writable(path)
     with _progress(quiet) as progress:
@@ -292,8 +295,13 @@ def _require_writable(path: Path) -> None:
     folder = path.parent
     if not folder.is_dir():
         raise TensileError(f"the folder of {path} does not exist", hint=f"mkdir -p {folder}")
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise TensileError(f"cannot write {path}", hint="choose another file with -o")
+    try:
+        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+            raise PermissionError(None, "not a file that can be replaced")
+        with tempfile.TemporaryFile(dir=path.resolve().parent):
+            pass
+    except OSError as error:
+        raise TensileError(f"cannot write {path}: {error.strerror}", hint="choose another file") from error
 
 
 def _echo_json(value: object) -> None:

@@ -60,7 +60,7 @@ def capture(workload: Workload, *, check_twice: bool = True, progress: Callable[
                 raise
             say("trace with the batch's values")
             traced, graph, program = _captured(workload, folder, say, check_twice=check_twice, values=True)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise translated(error, folder) from error
     verify(graph)
     return Captured(

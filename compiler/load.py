@@ -46,7 +46,7 @@ def load_workload(spec: str) -> Workload:
             workload = function()
         except TensileError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _failed(f"{name}() in {file.name} raised", file, error) from error
     _require_workload(workload, file, name)
     return Workload(workload.model, workload.optimizer, workload.step_fn, workload.batch, name=f"{file.name}:{name}")

@@ -70,13 +70,21 @@ _TRANSLATIONS = (
     ),
 )  # fmt: skip
 
+_HINTS = (
+    (("does not require grad and does not have a grad_fn",), "leave at least one parameter that requires a gradient"),
+    (("step() missing 1 required positional argument: 'closure'",),
+     "use an optimizer whose step() needs no closure, such as AdamW or SGD"),
+    (("SystemExit",), "a step must return; take the call of sys.exit() out of step_fn"),
+)  # fmt: skip
+_HINT = "run the step eagerly once; if it works there, this op or model is not supported by the capture"
+
 
 def refuse(code: str, what: str, *, hint: str, where: str | None = None) -> CaptureError:
     """The refusal `code`; raise what this returns."""
     return CaptureError(what, where=where, hint=hint, code=code)
 
 
-def translated(error: Exception, user_folder: str | None) -> CaptureError:
+def translated(error: BaseException, user_folder: str | None) -> CaptureError:
     """The refusal that an exception met while tracing stands for, with the user's own line."""
     if isinstance(error, CaptureError):
         error.where = error.where or _where(error, user_folder)
@@ -91,13 +99,11 @@ def translated(error: Exception, user_folder: str | None) -> CaptureError:
             return refuse(code, what, where=where, hint=hint)
     lines = str(error).strip().splitlines()
     summary = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return refuse(
-        "TS111", f"the step raises while it is traced: {summary}", where=where,
-        hint="run the step eagerly once; if it works there, this op or model is not supported by the capture",
-    )  # fmt: skip
+    hint = next((hint for marks, hint in _HINTS if any(mark in text for mark in marks)), _HINT)
+    return refuse("TS111", f"the step raises while it is traced: {summary}", where=where, hint=hint)
 
 
-def _in_optimizer(error: Exception) -> bool:
+def _in_optimizer(error: BaseException) -> bool:
     """Whether the innermost code outside the rest of torch is an optimizer of torch."""
     home, torch_folder = str(Path(torch.optim.__file__).parent), str(Path(torch.__file__).parent)
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
@@ -105,7 +111,7 @@ def _in_optimizer(error: Exception) -> bool:
     return bool(told) and told[-1].startswith(home)
 
 
-def _where(error: Exception, user_folder: str | None) -> str | None:
+def _where(error: BaseException, user_folder: str | None) -> str | None:
     frames = traceback.extract_tb(error.__traceback__)
     stack = "".join(f'File "{frame.filename}", line {frame.lineno}, in {frame.name}\n' for frame in frames)
     place = user_line(stack, user_folder)

@@ -154,14 +154,18 @@ def _autocast_cache_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Leave out torch's remark on every branch that known values decide; facts.py keeps them as checks."""
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Leave out torch's remark on every branch that known values decide, which facts.py keeps as checks, and its
+    traceback for an op that fails, which becomes a refusal with the user's line."""
+    kept = {"torch.fx.experimental.symbolic_shapes": logging.ERROR, "torch._subclasses.fake_tensor": logging.CRITICAL}
+    loggers = [logging.getLogger(name) for name in kept]
+    levels = [logger.level for logger in loggers]
+    for logger, level in zip(loggers, kept.values(), strict=True):
+        logger.setLevel(level)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextlib.contextmanager

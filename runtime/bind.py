@@ -12,7 +12,7 @@ from tensile.compiler.graph import Graph
 from tensile.compiler.workload import Workload
 from tensile.runtime.replay import Replay, build_replay
 from tensile.schedules.check import check
-from tensile.schedules.errors import PlanMismatch
+from tensile.schedules.errors import PlanMismatch, TensileError
 from tensile.schedules.plan import Fingerprint, Free, Plan, Recompute, SwapIn, SwapOut
 
 _STATE = ("parameter", "buffer", "optimizer_state")
@@ -129,6 +129,15 @@ def _fits(plan: Plan, size_bytes: int, storage: int) -> bool:
 
 
 def device_of(model: torch.nn.Module) -> str:
-    """Type of the device a model lives on, "cpu" for one without parameters."""
+    """Type of the device a model lives on, "cpu" for one without parameters.
+
+    Raises TensileError for a model on the meta device, which has no data.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise TensileError(
+                f"the model has no data: {name} is on the meta device",
+                hint="build it on a real device, or call model.to_empty(device=\"cpu\") and load its state",
+            )  # fmt: skip
     kinds = {parameter.device.type for parameter in model.parameters()}
     return sorted(kinds - {"cpu"})[0] if kinds - {"cpu"} else "cpu"

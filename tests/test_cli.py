@@ -138,9 +138,12 @@ MISTAKES = {
     "import": (["compile", "imports.py"], ["imports.py:2", "no_such_package"]),
     "reads the loss": (["compile", "model.py:printing"], ["TS1", "model.py"]),
     "budget": (["compile", "model.py", "--budget", "much"], ["much"]),
+    "empty budget": (["compile", "model.py", "--budget", ""], ["not a budget"]),
     "negative budget": (["compile", "model.py", "--budget", "-5%"], ["-5%"]),
     "infeasible": (["compile", "model.py", "--budget", "9KiB", "--repeats", "1"], ["smallest feasible", "aten"]),
     "output folder": (["compile", "model.py", "-o", "no/where/plan.yaml"], ["does not exist"]),
+    "output device": (["compile", "model.py", "-o", "/dev/full"], ["/dev/full"]),
+    "output in proc": (["compile", "model.py", "-o", "/proc/plan.yaml"], ["/proc/plan.yaml"]),
     "no plan": (["inspect", "nowhere.yaml"], ["nowhere.yaml"]),
     "not a plan": (["check", "model.py"], ["model.py"]),
 }  # fmt: skip
