@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
@@ -22,7 +21,7 @@ from tensile.compiler.graph import Graph, verify
 from tensile.compiler.guards import Guards, make_guards
 from tensile.compiler.live import collect_state
 from tensile.compiler.lower import lower
-from tensile.compiler.program import Program
+from tensile.compiler.program import Counter, Program
 from tensile.compiler.refusals import refuse, translated
 from tensile.compiler.tidy import tidy
 from tensile.compiler.trace import Steady, Traced, asks_for_values, batch_names, find_steady_state, trace_step
@@ -79,7 +78,9 @@ def _captured(
     graph, program = _lowered(traced, workload, folder)
     if check_twice:
         say("trace again")
-        _require_same(graph, _traced_differently(workload, steady, traced.counters, folder, values=values))
+        again, graph_again = _traced_differently(workload, steady, traced.counters, folder, values=values)
+        _require_same(graph, graph_again)
+        _require_steady_counters(traced.counters, again.counters)
     return traced, graph, program
 
 
@@ -96,15 +97,16 @@ def _lowered(traced: Traced, workload: Workload, folder: str | None) -> tuple[Gr
 
 
 def _traced_differently(
-    workload: Workload, steady: Steady, counters: tuple[tuple[str, str, Any], ...], folder: str | None, *, values: bool
-) -> Graph:
-    """The graph of a second trace, under other seeds of Python's and numpy's generators and with the attributes of
+    workload: Workload, steady: Steady, counters: tuple[Counter, ...], folder: str | None, *, values: bool
+) -> tuple[Traced, Graph]:
+    """A second trace and its graph, under other seeds of Python's and numpy's generators and with the attributes of
     modules as the first left them."""
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     try:
         random.seed(random.random() + 1.0)
         numpy.random.seed(int(numpy.random.randint(2**31)) ^ 1)
-        return _lowered(trace_step(workload, steady, values=values, counters=counters), workload, folder)[0]
+        traced = trace_step(workload, steady, values=values, counters=counters)
+        return traced, _lowered(traced, workload, folder)[0]
     finally:
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
@@ -120,6 +122,20 @@ def _require_same(first: Graph, second: Graph) -> None:
         where=different.source if different is not None else None,
         hint="draw with torch (torch.rand, dropout), or pass what changes in the batch as a tensor",
     )  # fmt: skip
+
+
+def _require_steady_counters(first: tuple[Counter, ...], second: tuple[Counter, ...]) -> None:
+    """A planned step moves the counters on by itself, so it must know by how much."""
+    later = {(counter.module, counter.key): counter.after for counter in second}
+    for counter in first:
+        found = later.get((counter.module, counter.key), counter.after)
+        if found != counter.next(counter.after):
+            raise refuse(
+                "TS108",
+                f"the step is not the same twice: it sets {counter.key} to {counter.after!r}, then to {found!r}",
+                where=f"module {counter.module or '(the model)'}",
+                hint="count steps outside the model, or keep the number in a buffer",
+            )  # fmt: skip
 
 
 def _refuse_wrappers(model: torch.nn.Module) -> None:

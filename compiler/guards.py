@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from tensile.compiler import torch_private
 from tensile.compiler.hypers import Hyper
 from tensile.compiler.live import PLAIN
+from tensile.compiler.program import Counter
 from tensile.compiler.refusals import refuse
 from tensile.compiler.trace import Traced, batch_names
 from tensile.compiler.workload import Workload
@@ -194,9 +195,9 @@ def make_guards(workload: Workload, traced: Traced) -> Guards:
     )  # fmt: skip
 
 
-def _attributes(module: torch.nn.Module, name: str, counters: tuple[tuple[str, str, Any], ...]) -> _Attributes:
+def _attributes(module: torch.nn.Module, name: str, counters: tuple[Counter, ...]) -> _Attributes:
     """What a module's forward may read and a trace bakes in; what the step itself changes is left out."""
-    counted = {key for owner, key, _ in counters if owner == name}
+    counted = {counter.key for counter in counters if counter.module == name}
     planned = {key: value for key, value in module.__dict__.items() if type(value) in PLAIN and key not in counted}
     read = operator.itemgetter(*planned)
     return _Attributes(live=module.__dict__, read=read, values=read(module.__dict__), planned=planned, name=name)

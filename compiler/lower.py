@@ -113,7 +113,7 @@ class _Lowering:
             ops[release] = replace(ops[release], release_gradient=True)
         program = Program(
             inputs=inputs, values=tuple(self._values), ops=tuple(calls), again=again, glue=glue, returns=returns,
-            gradients=gradients, reassigned=reassigned,
+            gradients=gradients, reassigned=reassigned, counters=self._traced.counters,
         )  # fmt: skip
         graph = Graph(
             name=name, device=device, fingerprint=replace(fingerprint, ops=self._digest.hexdigest()[:16]),

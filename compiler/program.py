@@ -75,12 +75,29 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Counter:
+    """A plain attribute of a module that the step itself changes (`self.calls += 1`): its values at capture before and
+    after one step. Nothing the step computes depends on it."""
+
+    module: str
+    key: str
+    before: Any
+    after: Any
+
+    def next(self, value: Any) -> Any:
+        """What one more step makes of `value`: numbers move on by as much as at capture, anything else is set."""
+        if all(type(v) in (int, float) for v in (value, self.before, self.after)):
+            return value + (self.after - self.before)
+        return self.after
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """`ops[i]` is the call of Graph.ops[i]; `again[i]` replaces it when it is recomputed (batch norm without its
     statistics); `glue[v]` computes value v and has no memory effect, so it may run anywhere between its inputs and
     its first use. `returns` is the tree of the step's result with Refs for tensors and traced scalars;
     `gradients` says what each parameter's .grad is after the step (None: no gradient); `reassigned` are module
-    attributes (module path, attribute) the step bound to a new tensor."""
+    attributes (module path, attribute) the step bound to a new tensor, `counters` those that are plain values."""
 
     inputs: tuple[Input, ...]
     values: tuple[Value, ...]
@@ -90,3 +107,4 @@ class Program:
     returns: Any
     gradients: tuple[tuple[str, int | None], ...]  # (parameter name, value)
     reassigned: tuple[tuple[str, str, int], ...]  # (module path, attribute, value)
+    counters: tuple[Counter, ...]

@@ -21,6 +21,7 @@ from tensile.compiler import torch_private
 from tensile.compiler.facts import insert_value_facts
 from tensile.compiler.hypers import FusedCalls, Hyper, group_entries, symbolic_hypers
 from tensile.compiler.live import PLAIN, plain_attributes, state_tensors, substituted
+from tensile.compiler.program import Counter
 from tensile.compiler.provenance import annotated
 from tensile.compiler.refusals import refuse
 from tensile.compiler.regions import checkpointed, require_one_sum
@@ -48,8 +49,7 @@ class Traced:
     of `returns`, then gradients, then reassigned attributes.
 
     `returns` describes the result tree; `gradients` name the parameters and say which have a gradient afterwards;
-    `reassigned` are (module, attribute) pairs. `counters` are plain attributes of modules the step changes: (module,
-    attribute, value after the step). `mode` keeps the fake storages alive."""
+    `reassigned` are (module, attribute) pairs. `mode` keeps the fake storages alive."""
 
     graph_module: torch.fx.GraphModule
     mode: torch_private.FakeTensorMode
@@ -59,7 +59,7 @@ class Traced:
     return_count: int
     gradients: tuple[tuple[str, bool], ...]
     reassigned: tuple[tuple[str, str], ...]
-    counters: tuple[tuple[str, str, Any], ...]
+    counters: tuple[Counter, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +86,9 @@ def find_steady_state(workload: Workload, *, values: bool) -> Steady:
         return run.after_one_step()
 
 
-def trace_step(
-    workload: Workload, steady: Steady, *, values: bool, counters: tuple[tuple[str, str, Any], ...] = ()
-) -> Traced:
-    """Record one steady-state step. `values`: the step may branch on values of its batch. `counters`: attributes of
-    modules to start with, as an earlier step left them."""
+def trace_step(workload: Workload, steady: Steady, *, values: bool, counters: tuple[Counter, ...] = ()) -> Traced:
+    """Record one steady-state step. `values`: the step may branch on values of its batch. `counters`: of an earlier
+    step, after which this one comes."""
     return _Run(workload, torch_private.fake_mode(values=values), steady, born=True, counters=counters).trace()
 
 
@@ -104,7 +102,7 @@ class _Run:
 
     def __init__(
         self, workload: Workload, mode: torch_private.FakeTensorMode, steady: Steady, *, born: bool,
-        counters: tuple[tuple[str, str, Any], ...] = (),
+        counters: tuple[Counter, ...] = (),
     ) -> None:  # fmt: skip
         self._workload = workload
         self._counters = counters
@@ -220,8 +218,8 @@ class _Run:
             annotated(model, optimizer),
             _loss_scaling_refused(),
         ):
-            for name, key, value in self._counters:
-                model.get_submodule(name).__dict__[key] = value
+            for counter in self._counters:
+                model.get_submodule(counter.module).__dict__[counter.key] = counter.after
             self._plain = plain_attributes(model)
             arguments = pytree.tree_unflatten(batch, self._batch_spec)
             yield lambda: workload.step_fn(model, optimizer, *arguments)
@@ -255,10 +253,10 @@ class _Run:
                     hint=f"use {fake.name}.detach().requires_grad_() in the step",
                 )  # fmt: skip
 
-    def _changed_attributes(self) -> Iterator[tuple[str, str, Any]]:
+    def _changed_attributes(self) -> Iterator[Counter]:
         for (name, key), value in plain_attributes(self._workload.model).items():
             if (name, key) in self._plain and self._plain[name, key] != value:
-                yield name, key, value
+                yield Counter(module=name, key=key, before=self._plain[name, key], after=value)
 
     @contextlib.contextmanager
     def _checkpointed(self, keeps_generator: bool, reentrant: bool) -> Iterator[None]:

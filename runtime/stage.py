@@ -96,7 +96,7 @@ class Stage:
             return self._bound.replay.run(inputs, self)
 
     def finish(self, values: list[Any]) -> Any:
-        """Put gradients and reassigned attributes in place; the step's result."""
+        """Put gradients and changed attributes in place; the step's result."""
         self.updating = False
         program = self._bound.captured.program
         rest = iter(values)
@@ -108,6 +108,9 @@ class Stage:
             registry = module._buffers if key in module._buffers else module._parameters
             registry[key] = next(rest)
             self._state = {}  # names lead to other tensors now
+        for counter in program.counters:
+            attributes = self._model.get_submodule(counter.module).__dict__
+            attributes[counter.key] = counter.next(attributes.get(counter.key, counter.before))
         self._entry_gradients = []
         return pytree.tree_unflatten(returned, self._return_spec)
 

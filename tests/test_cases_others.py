@@ -54,6 +54,13 @@ class Alternating(Scaled):
         return y * 2 if self.calls % 2 else y
 
 
+class Doubling(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = 2 * self.calls + 1
+        y: torch.Tensor = self.linear(x)
+        return y
+
+
 def frozen_first() -> nn.Module:
     model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8))
     model[0].requires_grad_(False)
@@ -116,8 +123,9 @@ def test_a_plain_attribute_that_changes_is_named_and_a_counter_is_not_in_the_way
     workload = job(Scaled)
     with loaded(plan_for(workload), workload) as step:
         step(*workload.batch)
-        workload.model.calls += 1
+        workload.model.calls += 10
         step(*workload.batch)
+        assert workload.model.calls == 12
         workload.model.scale = 0.25
         with pytest.raises(PlanMismatch) as refused:
             step(*workload.batch)
@@ -135,6 +143,13 @@ def test_another_rate_of_dropout_is_named() -> None:
         with pytest.raises(PlanMismatch) as refused:
             step(*workload.batch)
     assert refused.value.what == "the plan does not cover this step: p of module 1 is 0.1"
+
+
+def test_a_counter_that_does_not_count_evenly_is_refused() -> None:
+    error = refusal(job(Doubling))
+    assert error.code == "TS108"
+    assert error.what == "the step is not the same twice: it sets calls to 1, then to 3"
+    assert error.where == "module (the model)"
 
 
 def test_a_step_that_depends_on_a_counter_is_refused() -> None:
