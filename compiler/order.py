@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import replace
+
+import networkx
 
 from tensile.compiler.occupancy import memory
 from tensile.compiler.problem import Problem
@@ -31,28 +32,17 @@ def reordered(problem: Problem, order: tuple[int, ...]) -> Problem:
 
 
 def _eager_updates(problem: Problem) -> tuple[int, ...]:
-    """List scheduling: an optimizer op as soon as it is ready, everything else in captured order."""
-    waiting = [len(op.after) for op in problem.ops]
-    followers: list[list[int]] = [[] for _ in problem.ops]
-    for index, op in enumerate(problem.ops):
-        for earlier in op.after:
-            followers[earlier].append(index)
-    ready: list[tuple[bool, int]] = [
-        (op.phase != _OPTIMIZER, index) for index, op in enumerate(problem.ops) if not waiting[index] and op.after == ()
-    ]
-    # an optimizer op that waits for nothing belongs to no gradient: it keeps its place among the others
-    ready = [(True, index) for _, index in ready]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, index = heapq.heappop(ready)
-        order.append(index)
-        for follower in followers[index]:
-            waiting[follower] -= 1
-            if not waiting[follower]:
-                heapq.heappush(ready, (problem.ops[follower].phase != _OPTIMIZER, follower))
-    assert len(order) == len(problem.ops), "the ops wait for each other in a circle"
-    return tuple(order)
+    """List scheduling: an optimizer op as soon as what it waits for is done, everything else in captured order. One
+    that waits for nothing belongs to no gradient and keeps its place among the others."""
+    graph: networkx.DiGraph[int] = networkx.DiGraph()
+    graph.add_nodes_from(range(len(problem.ops)))
+    graph.add_edges_from((earlier, index) for index, op in enumerate(problem.ops) for earlier in op.after)
+
+    def rank(index: int) -> tuple[bool, int]:
+        op = problem.ops[index]
+        return op.phase != _OPTIMIZER or not op.after, index
+
+    return tuple(networkx.lexicographical_topological_sort(graph, key=rank))
 
 
 def _peak_and_area(problem: Problem, order: tuple[int, ...]) -> tuple[int, int, bool]:

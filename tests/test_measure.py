@@ -297,7 +297,7 @@ def op_by_hand(
     result = Value(tensor=None)
     program = Program(
         inputs=(), values=(*values, result), ops=(Call(target=target, args=args, kwargs={}, results=len(values)),),
-        again={}, glue={}, returns=None, gradients=(), reassigned=(),
+        again={}, glue={}, returns=None, gradients=(), reassigned=(), counters=(),
     )  # fmt: skip
     return graph, program, op
 
