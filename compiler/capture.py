@@ -105,7 +105,7 @@ def _traced_differently(
     try:
         random.seed(random.random() + 1.0)
         numpy.random.seed(int(numpy.random.randint(2**31)) ^ 1)
-        traced = trace_step(workload, steady, values=values, counters=counters)
+        traced = trace_step(workload, steady, values=values, counters=counters, stacks=False)
         return traced, _lowered(traced, workload, folder)[0]
     finally:
         random.setstate(python_state)

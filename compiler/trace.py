@@ -86,10 +86,13 @@ def find_steady_state(workload: Workload, *, values: bool) -> Steady:
         return run.after_one_step()
 
 
-def trace_step(workload: Workload, steady: Steady, *, values: bool, counters: tuple[Counter, ...] = ()) -> Traced:
+def trace_step(
+    workload: Workload, steady: Steady, *, values: bool, counters: tuple[Counter, ...] = (), stacks: bool = True
+) -> Traced:
     """Record one steady-state step. `values`: the step may branch on values of its batch. `counters`: of an earlier
-    step, after which this one comes."""
-    return _Run(workload, torch_private.fake_mode(values=values), steady, born=True, counters=counters).trace()
+    step, after which this one comes. Without `stacks` it is faster and no op knows its source line."""
+    run = _Run(workload, torch_private.fake_mode(values=values), steady, born=True, counters=counters)
+    return run.trace(stacks=stacks)
 
 
 def asks_for_values(model: torch.nn.Module) -> bool:
@@ -153,7 +156,7 @@ class _Run:
             gradients = frozenset(name for name, p in self._traced_parameters() if p.grad is not None)
         return Steady(state=state, gradients=gradients)
 
-    def trace(self) -> Traced:
+    def trace(self, *, stacks: bool) -> Traced:
         layout: dict[str, Any] = {}
         fused = FusedCalls(self._hypers)
 
@@ -174,7 +177,7 @@ class _Run:
                 return [value.detach() if isinstance(value, torch.Tensor) else value for value in outputs]
 
         inputs = [*(fake.tensor for fake in self._fakes), *(hyper.symbol for hyper in self._hypers)]
-        graph_module = torch_private.trace(flat, inputs, self._mode)
+        graph_module = torch_private.trace(flat, inputs, self._mode, stacks=stacks)
         placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         named = zip(placeholders, self._fakes, strict=False)
         parameters = {node: fake.name for node, fake in named if fake.kind == "parameter"}
