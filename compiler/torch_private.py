@@ -122,9 +122,10 @@ def symbolic_float(mode: FakeTensorMode, value: float, name: str) -> Any:
 
 
 def trace(
-    function: Callable[..., Any], inputs: list[Any], mode: FakeTensorMode, *, stacks: bool = True
+    function: Callable[..., Any], inputs: list[Any], mode: FakeTensorMode, *, stacks: bool
 ) -> torch.fx.GraphModule:
-    """One graph of everything `function` dispatches: no decompositions, in-place ops kept, with stack traces.
+    """One graph of everything `function` dispatches: no decompositions, in-place ops kept; nodes know their
+    stack if `stacks`.
 
     `inputs` are fake tensors and symbols of `mode`; the function receives these very objects.
     """
@@ -172,8 +173,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _whole_stacks() -> Iterator[None]:
-    """Stack traces of traced nodes keep every frame outside torch, not only those of modules' forward methods, and
-    none of the lines' text, which nobody reads and which takes a tenth of the trace's time.
+    """Stack traces of traced nodes keep every frame outside torch, not only those of modules' forward methods.
 
     Gone: ops outside modules (loss, clipping, optimizer) have no source line.
     """
@@ -182,10 +182,7 @@ def _whole_stacks() -> Iterator[None]:
     folder = str(Path(torch.__file__).parent)
 
     def outside_torch(_tracer: Any, frames: Any) -> Any:
-        return traceback.StackSummary.from_list([
-            traceback.FrameSummary(f.filename, f.lineno, f.name, lookup_line=False, line="")
-            for f in frames if not f.filename.startswith(folder)
-        ])  # fmt: skip
+        return traceback.StackSummary.from_list([f for f in frames if not f.filename.startswith(folder)])
 
     if old is not None:
         owner._filter_traceback_frames = outside_torch
