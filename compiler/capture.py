@@ -1,7 +1,7 @@
 """From a workload to its captured step: graph, program and guards.
 
-The user's step runs on fake tensors, twice recorded with different random seeds; what it does must be the same both
-times. Nothing of the user's changes, and no generator is consumed.
+The user's step runs on fake tensors, recorded twice under different random seeds, once as a graph; what it does must
+be the same both times. Nothing of the user's changes, and no generator is consumed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,19 @@ from tensile.compiler.guards import Guards, make_guards
 from tensile.compiler.live import collect_state
 from tensile.compiler.lower import lower
 from tensile.compiler.program import Counter, Program
+from tensile.compiler.provenance import user_line
 from tensile.compiler.refusals import refuse, translated
 from tensile.compiler.tidy import tidy
-from tensile.compiler.trace import Steady, Traced, asks_for_values, batch_names, find_steady_state, trace_step
+from tensile.compiler.trace import (
+    Rerun,
+    Steady,
+    Traced,
+    asks_for_values,
+    batch_names,
+    find_steady_state,
+    rerun_step,
+    trace_step,
+)
 from tensile.compiler.workload import Workload
 from tensile.schedules.plan import Fingerprint
 
@@ -45,7 +55,7 @@ class Captured:
 def capture(workload: Workload, *, check_twice: bool = True, progress: Callable[[str], None] | None = None) -> Captured:
     """Capture one steady-state step of `workload`. Raises CaptureError (TS101 and up) when it cannot be exact.
 
-    `check_twice` records the step a second time with other Python and numpy seeds, to find what a trace would bake in.
+    `check_twice` runs the step a second time with other Python and numpy seeds, to find what a trace would bake in.
     """
     say = progress or (lambda _text: None)
     _refuse_wrappers(workload.model)
@@ -77,10 +87,8 @@ def _captured(
     traced = trace_step(workload, steady, values=values)
     graph, program = _lowered(traced, workload, folder)
     if check_twice:
-        say("trace again")
-        again, graph_again = _traced_differently(workload, steady, traced.counters, folder, values=values)
-        _require_same(graph, graph_again)
-        _require_steady_counters(traced.counters, again.counters)
+        say("run again")
+        _require_same(traced, _run_differently(workload, steady, traced.counters, values=values), folder)
     return traced, graph, program
 
 
@@ -96,32 +104,30 @@ def _lowered(traced: Traced, workload: Workload, folder: str | None) -> tuple[Gr
     return lower(traced, name=workload.name, device=device, fingerprint=fingerprint, user_folder=folder)
 
 
-def _traced_differently(
-    workload: Workload, steady: Steady, counters: tuple[Counter, ...], folder: str | None, *, values: bool
-) -> tuple[Traced, Graph]:
-    """A second trace and its graph, under other seeds of Python's and numpy's generators and with the attributes of
-    modules as the first left them."""
+def _run_differently(workload: Workload, steady: Steady, counters: tuple[Counter, ...], *, values: bool) -> Rerun:
+    """Another run, under other seeds of Python's and numpy's generators and with the attributes of modules as the
+    first left them."""
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     try:
         random.seed(random.random() + 1.0)
         numpy.random.seed(int(numpy.random.randint(2**31)) ^ 1)
-        traced = trace_step(workload, steady, values=values, counters=counters, stacks=False)
-        return traced, _lowered(traced, workload, folder)[0]
+        return rerun_step(workload, steady, values=values, counters=counters)
     finally:
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
 
 
-def _require_same(first: Graph, second: Graph) -> None:
-    if first.fingerprint == second.fingerprint:
-        return
-    pairs = zip(first.ops, second.ops, strict=False)
-    different = next((a for a, b in pairs if (a.key, a.inputs) != (b.key, b.inputs)), None)
-    raise refuse(
-        "TS108", "the step is not the same twice: it depends on Python randomness, a counter or another Python value",
-        where=different.source if different is not None else None,
-        hint="draw with torch (torch.rand, dropout), or pass what changes in the batch as a tensor",
-    )  # fmt: skip
+def _require_same(traced: Traced, again: Rerun, folder: str | None) -> None:
+    first, second = traced.record, again.record
+    if (first.calls, first.left) != (second.calls, second.left):
+        pairs = enumerate(zip(first.calls, second.calls, strict=False))
+        different = next((index for index, (one, other) in pairs if one != other), None)
+        raise refuse(
+            "TS108", "the step is not the same twice: it depends on Python randomness, a counter or another Python "
+            "value", where=user_line(first.frames[different], folder) if different is not None else None,
+            hint="draw with torch (torch.rand, dropout), or pass what changes in the batch as a tensor",
+        )  # fmt: skip
+    _require_steady_counters(traced.counters, again.counters)
 
 
 def _require_steady_counters(first: tuple[Counter, ...], second: tuple[Counter, ...]) -> None:

@@ -1,14 +1,14 @@
 """Who asked for an op: phase, module and the user's own line, for backward ops too.
 
-While a step is traced every node is annotated with the module whose forward is running, or, inside a backward pass,
-with the sequence number of the forward op its autograd node belongs to. Afterwards `Provenance.of` reads the notes.
+While a step is traced every node is annotated with the frames it comes from (record.py) and the module whose forward is
+running, or, inside a backward pass, with the sequence number of the forward op its autograd node belongs to. Afterwards
+`Provenance.of` reads the notes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,10 @@ from torch.fx import Node
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from tensile.compiler import torch_private
+from tensile.compiler.record import Frame
 from tensile.schedules.plan import Phase
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
-_TORCH = str(Path(torch.__file__).parent)
 _LIBRARIES = ("site-packages", "dist-packages")
-_HERE = str(Path(__file__).parent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,23 +151,22 @@ class Provenance:
         return Origin(phase=phase, module=module, source=self._line(node))
 
     def _line(self, node: Node) -> str:
-        return user_line(node.meta.get("stack_trace") or "", self._user_folder)
+        return user_line(node.meta.get("custom", {}).get("frames", ()), self._user_folder)
 
 
 @functools.lru_cache(maxsize=65536)
-def user_line(stack: str, user_folder: str | None) -> str:
-    """The innermost frame of a stack that is the user's: in their folder, else outside libraries, else outside torch.
+def user_line(frames: tuple[Frame, ...], user_folder: str | None) -> str:
+    """The innermost of some frames outside torch that is the user's: in their folder, else outside libraries.
 
     Library files are named by their last two parts and the user's by their last, so that no line names a machine.
     """
-    frames = [frame for frame in _FRAME.finditer(stack) if not frame["file"].startswith((_TORCH, _HERE, "<"))]
-    own = [f for f in frames if user_folder and f["file"].startswith(user_folder) and not _library(f["file"])]
-    outside = [frame for frame in frames if not _library(frame["file"])]
+    own = [frame for frame in frames if user_folder and frame[0].startswith(user_folder) and not _library(frame[0])]
+    outside = [frame for frame in frames if not _library(frame[0])]
     for candidates in (own, outside, frames):
         if candidates:
-            frame = candidates[-1]
-            parts = Path(frame["file"]).parts[-2 if _library(frame["file"]) else -1 :]
-            return f"{'/'.join(parts)}:{frame['line']} in {frame['function']}"
+            file, line, function = candidates[-1]
+            parts = Path(file).parts[-2 if _library(file) else -1 :]
+            return f"{'/'.join(parts)}:{line} in {function}"
     return ""
 
 

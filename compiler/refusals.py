@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 
 from tensile.compiler.provenance import user_line
+from tensile.compiler.record import is_users
 from tensile.schedules.errors import CaptureError
 
 _TRANSLATIONS = (
@@ -113,8 +114,8 @@ def _in_optimizer(error: BaseException) -> bool:
 
 def _where(error: BaseException, user_folder: str | None) -> str | None:
     frames = traceback.extract_tb(error.__traceback__)
-    stack = "".join(f'File "{frame.filename}", line {frame.lineno}, in {frame.name}\n' for frame in frames)
-    place = user_line(stack, user_folder)
+    told = [(frame.filename, frame.lineno or 0, frame.name) for frame in frames if is_users(frame.filename)]
+    place = user_line(tuple(told), user_folder)
     for frame in reversed(frames):
         if place.startswith(f"{Path(frame.filename).name}:{frame.lineno} ") and frame.line:
             return f"{place}: {frame.line}"

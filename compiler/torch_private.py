@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,8 +45,18 @@ def fake_with_values(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
 
 
 def fake_without_values(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
-    """A stand-in without values: nothing is computed for real from it."""
-    fake: FakeTensor = forget_values(mode.from_tensor(tensor, static_shapes=True))
+    """A stand-in without values: nothing is computed for real from it, and nothing is copied.
+
+    Gone, the converters' switch: the values are copied and forgotten, which takes time and their memory.
+    """
+    with contextlib.ExitStack() as undo:
+        meta_converter: Any = getattr(mode.fake_tensor_converter, "meta_converter", None)
+        copying: Any
+        for copying in (meta_converter, getattr(meta_converter, "describer", None)):
+            if hasattr(copying, "copy_data"):
+                undo.callback(setattr, copying, "copy_data", copying.copy_data)
+                copying.copy_data = False
+        fake: FakeTensor = forget_values(mode.from_tensor(tensor, static_shapes=True))
     return fake
 
 
@@ -121,22 +129,22 @@ def symbolic_float(mode: FakeTensorMode, value: float, name: str) -> Any:
     return shape_env.create_symfloatnode(symbol, hint=value, source=source)
 
 
-def trace(
-    function: Callable[..., Any], inputs: list[Any], mode: FakeTensorMode, *, stacks: bool
-) -> torch.fx.GraphModule:
-    """One graph of everything `function` dispatches: no decompositions, in-place ops kept; nodes know their
-    stack if `stacks`.
+def trace(function: Callable[..., Any], inputs: list[Any], mode: FakeTensorMode) -> torch.fx.GraphModule:
+    """One graph of everything `function` dispatches: no decompositions, in-place ops kept.
 
     `inputs` are fake tensors and symbols of `mode`; the function receives these very objects.
     """
-    with _autocast_cache_kept(), _whole_stacks(), quiet(), fx_traceback.preserve_node_meta(), mode:
+    with _autocast_cache_kept(), faked(mode):
         return proxy_tensor.make_fx(
-            function,
-            decomposition_table={},
-            tracing_mode="real",
-            _allow_non_fake_inputs=False,
-            record_stack_traces=stacks,
+            function, decomposition_table={}, tracing_mode="real", _allow_non_fake_inputs=False
         )(*inputs)
+
+
+@contextlib.contextmanager
+def faked(mode: FakeTensorMode) -> Iterator[None]:
+    """Inside, ops make fake tensors, and what is annotated is forgotten at the end."""
+    with _quiet(), fx_traceback.preserve_node_meta(), mode:
+        yield
 
 
 @contextlib.contextmanager
@@ -156,7 +164,7 @@ def _autocast_cache_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Leave out torch's remark on every branch that known values decide, which facts.py keeps as checks, and its
     traceback for an op that fails, which becomes a refusal with the user's line."""
     kept = {"torch.fx.experimental.symbolic_shapes": logging.ERROR, "torch._subclasses.fake_tensor": logging.CRITICAL}
@@ -171,31 +179,26 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-@contextlib.contextmanager
-def _whole_stacks() -> Iterator[None]:
-    """Stack traces of traced nodes keep every frame outside torch, not only those of modules' forward methods.
-
-    Gone: ops outside modules (loss, clipping, optimizer) have no source line.
-    """
-    owner: Any = torch.fx.proxy.TracerBase
-    old = getattr(owner, "_filter_traceback_frames", None)
-    folder = str(Path(torch.__file__).parent)
-
-    def outside_torch(_tracer: Any, frames: Any) -> Any:
-        return traceback.StackSummary.from_list([f for f in frames if not f.filename.startswith(folder)])
-
-    if old is not None:
-        owner._filter_traceback_frames = outside_torch
-    try:
-        yield
-    finally:
-        if old is not None:
-            owner._filter_traceback_frames = old
-
-
 def annotate(**facts: Any) -> None:
     """Nodes traced from now on carry `facts` in meta["custom"]. Gone: torch.fx.traceback.annotate."""
     fx_traceback.current_meta["custom"] = facts
+
+
+def annotate_frames(frames: tuple[tuple[str, int, str], ...]) -> None:
+    """They carry these frames as well. Gone: torch.fx.traceback.annotate."""
+    fx_traceback.current_meta["custom"] = {**fx_traceback.current_meta.get("custom", {}), "frames": frames}
+
+
+def expression_of(symbol: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
+    """What a symbol is computed from, comparable with one of another trace. Gone: str(symbol)."""
+    return symbol.node.expr
+
+
+def values_of(tensor: torch.Tensor) -> Any:
+    """Dtype, shape and values of a real tensor met in a trace, where everything else is fake. Gone:
+    torch.utils._python_dispatch._disable_current_modes."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        return str(tensor.dtype), tuple(tensor.shape), repr(tensor.tolist())
 
 
 def op_name(target: torch._ops.OpOverload) -> str:

@@ -23,6 +23,7 @@ from tensile.compiler.hypers import FusedCalls, Hyper, group_entries, symbolic_h
 from tensile.compiler.live import PLAIN, plain_attributes, state_tensors, substituted
 from tensile.compiler.program import Counter
 from tensile.compiler.provenance import annotated
+from tensile.compiler.record import Record, Recorder
 from tensile.compiler.refusals import refuse
 from tensile.compiler.regions import checkpointed, require_one_sum
 from tensile.compiler.tidy import has_effects
@@ -49,7 +50,8 @@ class Traced:
     of `returns`, then gradients, then reassigned attributes.
 
     `returns` describes the result tree; `gradients` name the parameters and say which have a gradient afterwards;
-    `reassigned` are (module, attribute) pairs. `mode` keeps the fake storages alive."""
+    `reassigned` are (module, attribute) pairs. `mode` keeps the fake storages alive. `record` has every op, those that
+    are no part of the graph as well."""
 
     graph_module: torch.fx.GraphModule
     mode: torch_private.FakeTensorMode
@@ -60,6 +62,28 @@ class Traced:
     gradients: tuple[tuple[str, bool], ...]
     reassigned: tuple[tuple[str, str], ...]
     counters: tuple[Counter, ...]
+    record: Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rerun:
+    """Another run of a traced step."""
+
+    record: Record
+    counters: tuple[Counter, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Left:
+    """What a run leaves behind: all of it as `outputs`, and as in Traced what is what."""
+
+    outputs: list[Any]
+    returns: pytree.TreeSpec
+    return_count: int
+    gradients: tuple[tuple[str, bool], ...]
+    reassigned: tuple[tuple[str, str], ...]
+    counters: tuple[Counter, ...]
+    record: Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,19 +104,18 @@ def find_steady_state(workload: Workload, *, values: bool) -> Steady:
 
     `values`: the step may branch on values of its batch.
     """
-    mode = torch_private.fake_mode(values=values)
-    run = _Run(workload, mode, Steady(state={}, gradients=frozenset()), born=False)
-    with torch_private.quiet(), mode:
-        return run.after_one_step()
+    nothing = Steady(state={}, gradients=frozenset())
+    return _Run(workload, torch_private.fake_mode(values=values), nothing, born=False).after_one_step()
 
 
-def trace_step(
-    workload: Workload, steady: Steady, *, values: bool, counters: tuple[Counter, ...] = (), stacks: bool = True
-) -> Traced:
-    """Record one steady-state step. `values`: the step may branch on values of its batch. `counters`: of an earlier
-    step, after which this one comes. Without `stacks` it is faster and no op knows its source line."""
-    run = _Run(workload, torch_private.fake_mode(values=values), steady, born=True, counters=counters)
-    return run.trace(stacks=stacks)
+def trace_step(workload: Workload, steady: Steady, *, values: bool) -> Traced:
+    """Record one steady-state step as a graph. `values`: the step may branch on values of its batch."""
+    return _Run(workload, torch_private.fake_mode(values=values), steady, born=True).trace()
+
+
+def rerun_step(workload: Workload, steady: Steady, *, values: bool, counters: tuple[Counter, ...]) -> Rerun:
+    """Run a steady-state step once more, without a graph, after a step that left its modules with `counters`."""
+    return _Run(workload, torch_private.fake_mode(values=values), steady, born=True, counters=counters).rerun()
 
 
 def asks_for_values(model: torch.nn.Module) -> bool:
@@ -119,7 +142,6 @@ class _Run:
         fakes = [Fake(name=e.name, kind=e.kind, tensor=torch_private.fake_without_values(mode, e.tensor), owner=e.owner,
                       key=e.key) for e in self._live]  # fmt: skip
         self._live_count = len(fakes)
-        self._stand_ins = {id(e.tensor): fake.tensor for e, fake in zip(self._live, fakes, strict=True)}
         by_name = {fake.name: fake.tensor for fake in fakes}
         with mode:
             if born:
@@ -147,7 +169,7 @@ class _Run:
         self._traced_nodes: Callable[[], list[torch.fx.Node]] = list
 
     def after_one_step(self) -> Steady:
-        with self._running([fake.tensor for fake in self._fakes], [h.symbol for h in self._hypers]) as result:
+        with torch_private.faked(self._mode), self._running(*self._stand_ins()) as result:
             result()
             self._require_known_gradients()
             optimizer = self._workload.optimizer
@@ -156,28 +178,25 @@ class _Run:
             gradients = frozenset(name for name, p in self._traced_parameters() if p.grad is not None)
         return Steady(state=state, gradients=gradients)
 
-    def trace(self, *, stacks: bool) -> Traced:
-        layout: dict[str, Any] = {}
+    def rerun(self) -> Rerun:
+        with torch_private.faked(self._mode), self._running(*self._stand_ins()) as result:
+            left = self._left(result)
+        return Rerun(record=left.record, counters=left.counters)
+
+    def trace(self) -> Traced:
+        found: list[_Left] = []
         fused = FusedCalls(self._hypers)
 
         def flat(*arguments: Any) -> list[Any]:
             self._traced_nodes = torch_private.traced_nodes()
             tensors, symbols = arguments[: len(self._fakes)], list(arguments[len(self._fakes) :])
             with self._running(list(tensors), symbols) as result, fused.recorded():
-                leaves, layout["returns"] = pytree.tree_flatten(result())
-                _require_plain(leaves)
-                layout["return_count"] = len(leaves)
-                layout["counters"] = tuple(self._changed_attributes())
-                self._require_known_gradients()
-                gradients = [(name, p.grad) for name, p in self._traced_parameters()]
-                layout["gradients"] = tuple((name, gradient is not None) for name, gradient in gradients)
-                reassigned = list(self._reassigned())
-                layout["reassigned"] = tuple((module, key) for module, key, _ in reassigned)
-                outputs = [*leaves, *(g for _, g in gradients if g is not None), *(t for _, _, t in reassigned)]
-                return [value.detach() if isinstance(value, torch.Tensor) else value for value in outputs]
+                found.append(left := self._left(result))
+                return [value.detach() if isinstance(value, torch.Tensor) else value for value in left.outputs]
 
-        inputs = [*(fake.tensor for fake in self._fakes), *(hyper.symbol for hyper in self._hypers)]
-        graph_module = torch_private.trace(flat, inputs, self._mode, stacks=stacks)
+        tensors, symbols = self._stand_ins()
+        graph_module = torch_private.trace(flat, [*tensors, *symbols], self._mode)
+        (left,) = found
         placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         named = zip(placeholders, self._fakes, strict=False)
         parameters = {node: fake.name for node, fake in named if fake.kind == "parameter"}
@@ -190,7 +209,31 @@ class _Run:
             if lasting is not None:
                 lasting.meta[BEFORE_ZERO_GRAD] = True
         return Traced(
-            graph_module=graph_module, mode=self._mode, inputs=self._fakes, hypers=self._hypers, **layout,
+            graph_module=graph_module, mode=self._mode, inputs=self._fakes, hypers=self._hypers, returns=left.returns,
+            return_count=left.return_count, gradients=left.gradients, reassigned=left.reassigned,
+            counters=left.counters, record=left.record,
+        )  # fmt: skip
+
+    def _stand_ins(self) -> tuple[list[torch.Tensor], list[Any]]:
+        return [fake.tensor for fake in self._fakes], [hyper.symbol for hyper in self._hypers]
+
+    def _left(self, result: Callable[[], Any]) -> _Left:
+        """Run the step under a recorder, and look at what it leaves."""
+        with Recorder() as recorder:
+            leaves, returns = pytree.tree_flatten(result())
+        _require_plain(leaves)
+        counters = tuple(self._changed_attributes())
+        self._require_known_gradients()
+        gradients = [(name, p.grad) for name, p in self._traced_parameters()]
+        reassigned = list(self._reassigned())
+        outputs = [*leaves, *(g for _, g in gradients if g is not None), *(t for _, _, t in reassigned)]
+        shape = (
+            tuple((name, gradient is not None) for name, gradient in gradients),
+            tuple((module, key) for module, key, _ in reassigned),
+        )
+        return _Left(
+            outputs=outputs, returns=returns, return_count=len(leaves), gradients=shape[0], reassigned=shape[1],
+            counters=counters, record=recorder.finish([*outputs, str(returns), *shape]),
         )  # fmt: skip
 
     @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import workloads
 from replaying import train_captured, train_eagerly
 
 import tensile
+from tensile.compiler.allocator import allocated_peak
 from tensile.compiler.capture import capture, collect_state
 from tensile.compiler.graph import verify
 from tensile.schedules.errors import CaptureError, PlanMismatch
@@ -312,3 +315,61 @@ def test_a_refusal_names_the_users_own_line() -> None:
     assert refusal.value.where is not None
     assert refusal.value.where.startswith("test_capture.py:")
     assert refusal.value.where.endswith("in branching: if y.sum() > 0:")
+
+
+def constant(model, x):  # type: ignore[no-untyped-def]
+    return (model(x) * torch.tensor(random.random())).mean()
+
+
+def scaled(model, x):  # type: ignore[no-untyped-def]
+    return (model(x) * random.random()).mean()
+
+
+def wired(model, x):  # type: ignore[no-untyped-def]
+    hidden, other = x.sin(), x.cos()
+    return model(hidden if random.random() < 0.5 else other).mean()
+
+
+def returning(model, x):  # type: ignore[no-untyped-def]
+    y = model(x)
+    hidden, other = y.sin(), y.cos()
+    model.kept = (hidden if random.random() < 0.5 else other).detach()
+    return y.mean()
+
+
+def with_buffer() -> torch.nn.Module:
+    model = torch.nn.Linear(16, 4)
+    model.register_buffer("kept", torch.zeros(12, 4))
+    return model
+
+
+@pytest.mark.parametrize("loss", [constant, scaled, wired, returning])
+def test_whatever_differs_between_two_runs_is_refused(
+    loss: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = seeded(lambda: small(with_buffer(), loss))()
+    numbers = iter([0.9, 0.8, 0.1])  # what the step leaves, the trace, the other run
+    ours = random.random
+
+    def theirs() -> float:
+        return next(numbers) if inspect.stack()[1].function == loss.__name__ else ours()
+
+    monkeypatch.setattr(random, "random", theirs)
+    with pytest.raises(CaptureError) as refusal:
+        capture(workload)
+    assert refusal.value.code == "TS108"
+    assert next(numbers, None) is None
+
+
+def test_a_step_that_differs_names_the_line_where_it_does() -> None:
+    with pytest.raises(CaptureError) as refusal:
+        capture(seeded(lambda: small(torch.nn.Linear(16, 4), scaled))())
+    line = inspect.getsourcelines(scaled)[1] + 1
+    assert refusal.value.where == f"test_capture.py:{line} in scaled"
+
+
+def test_capturing_allocates_no_copy_of_the_weights() -> None:
+    workload = workloads.make("gpt2", "sgd")
+    weights = sum(p.nbytes for p in workload.model.parameters())
+    peak, _ = allocated_peak(lambda: capture(workload))
+    assert peak < weights // 4
