@@ -32,7 +32,7 @@ class Effort:
 
     seconds: float = 10.0  # of the local search
     rounds: int = 300
-    patience: int = 100  # rounds without a better plan
+    patience: int = 50  # rounds without a better plan
     seed: int = 0
 
 
@@ -52,7 +52,10 @@ def solve(
     plain_ns = sum(op.time_ns for op in problem.ops)
     found = _ladder(terrain, plain_ns)
     if found is None:
-        raise _infeasible(terrain, order)
+        # the greedy may miss at one budget what it finds at a smaller one
+        found = _least(terrain)
+        if found.solution.peak_bytes > problem.budget_bytes:
+            raise _infeasible(terrain, order, found.solution.peak_bytes)
     reached = [("greedy", found.solution.step_ns)]
     least, ended = float(plain_ns), ""
     if effort.seconds > 0 and found.solution.step_ns > plain_ns:
@@ -81,7 +84,7 @@ def solve(
 
 def smallest_budget(problem: Problem) -> int:
     """The smallest budget in bytes this planner can meet."""
-    return _smallest(Terrain(reordered(problem, memory_aware_order(problem))))
+    return _least(Terrain(reordered(problem, memory_aware_order(problem)))).solution.peak_bytes
 
 
 def least_peak(problem: Problem, overhead_percent: float, effort: Effort = GREEDY) -> Answer:
@@ -145,8 +148,7 @@ def _ladder(terrain: Terrain, plain_ns: int) -> Found | None:
     return best
 
 
-def _infeasible(terrain: Terrain, order: tuple[int, ...]) -> InfeasibleBudget:
-    smallest = _smallest(terrain)
+def _infeasible(terrain: Terrain, order: tuple[int, ...], smallest: int) -> InfeasibleBudget:
     floor = touched_bytes(terrain.problem)
     op = max(range(len(floor)), key=lambda k: floor[k])
     return InfeasibleBudget(
@@ -155,10 +157,12 @@ def _infeasible(terrain: Terrain, order: tuple[int, ...]) -> InfeasibleBudget:
     )  # fmt: skip
 
 
-def _smallest(terrain: Terrain) -> int:
-    """Bisect between the physical floor and the peak of the plan without swaps; the result is met by a plan."""
+def _least(terrain: Terrain) -> Found:
+    """The plan with the smallest peak that bisection finds between the physical floor and the plan without swaps."""
     low = max(touched_bytes(terrain.problem), default=0)
     high = int(terrain.level.max(initial=0))
+    best = construct(terrain, high)
+    assert best is not None, "the plan without swaps fits its own peak"
     step = max(1, (high - low) // _STEP_SHARE)
     while high - low > step:
         middle = (low + high) // 2
@@ -166,8 +170,8 @@ def _smallest(terrain: Terrain) -> int:
         if found is None:
             low = middle
         else:
-            high = found.solution.peak_bytes
-    return high
+            best, high = found, found.solution.peak_bytes
+    return best
 
 
 def _in_captured_indices(solution: Solution, order: tuple[int, ...]) -> Solution:

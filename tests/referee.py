@@ -76,7 +76,8 @@ class _Execution:
             if again and not op.again_ok:
                 self.faults.append(f"run {k}: op {run.op} may not run again")
             self.there |= {s: ("made", run.op, s) for s in made}
-            resident = set(self.there) | set(self.flying) | set(op.creates)
+            # what a second run makes besides is another copy, even of what is there
+            resident = [*(set(self.there) | set(self.flying) | made), *(set(op.creates) - made)]
             size = sum(problem.storages[s].size_bytes for s in resident)
             self.peak = max(self.peak, problem.fixed_bytes + size + op.workspace_bytes)
             for s in writes:

@@ -13,7 +13,7 @@ from tensile.compiler.occupancy import memory
 from tensile.compiler.order import memory_aware_order
 from tensile.compiler.problem import Problem, ProblemOp, ProblemStorage
 from tensile.compiler.simulate import simulate
-from tensile.compiler.solution import Run, Swap
+from tensile.compiler.solution import Run, Solution, Swap
 from tensile.compiler.solve import Effort, smallest_budget, solve, touched_bytes
 from tensile.schedules.errors import InfeasibleBudget
 
@@ -282,6 +282,16 @@ def test_what_draws_random_numbers_is_swapped_and_never_made_again() -> None:
     answer = solve(slow).solution
     assert all(run.op != 0 for run in answer.runs if run.restores is not None)
     assert {swap.storage for swap in answer.swaps} >= {1}
+
+
+def test_what_a_second_run_makes_besides_counts_beside_the_first() -> None:
+    p = problem([op(creates=[0, 1]), op(workspace=1), op(reads=[0, 1], again=False)],
+                [storage(10), storage(30, leaves=True)], budget=100)  # fmt: skip
+    runs = (Run(op=0), Run(op=1), Run(op=0, restores=(0,)), Run(op=2))
+    again = Solution(runs=runs, swaps=(), planner="by hand", step_ns=4000, peak_bytes=70, peak_run=2)
+    assert memory(p, runs, ()) == [40, 31, 70, 40]
+    assert faults(p, again) == []
+    assert peak(p, again) == 70
 
 
 def test_a_tied_weight_is_out_only_between_its_uses() -> None:
